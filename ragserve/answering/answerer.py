@@ -68,9 +68,10 @@ class FinalAnswer:
 
 
 Event = SearchResults | MessageDelta | ToolCall | Citation | FinalAnswer
-OnChosen = Callable[[StrategySpec, GenerateRequest, GenerateRequest, int | None], None]
+OnChosen = Callable[[StrategySpec, GenerateRequest, GenerateRequest, int | None, str | None], None]
 """Called with each strategy that answered in place of full prefill, its request, the same of all passages by
-full prefill, and the version of the namespace that was searched (None: the documents were given)."""
+full prefill, the version of the namespace that was searched (None: the documents were given), and what brings
+the passages of the namespace's queries (None: not known)."""
 OnAnswered = Callable[[Query, SearchedFor | None, float, Iterable[str]], None]
 """Called with each query that was searched for and answered: with what, when it came (``time.time``), and
 the namespaces whose passages were read."""
@@ -275,7 +276,8 @@ class Answerer:
             spec = StrategySpec(request.strategy, own_options(request)) if choice is None else choice.spec
             if spec.name not in EXACT_STRATEGIES:
                 full = laid_out_request(query, replace(request, strategy=FULL.name, options={}), whole.prompt)
-                self._on_chosen(spec, asked, full, searched["index_version"])
+                usual = None if query.usual is None else query.usual.retriever
+                self._on_chosen(spec, asked, full, searched["index_version"], usual)
         if self._on_answered is not None and search is not None:
             self._on_answered(query, search.searched_for, slot.began, laid_out.namespaces(query))
         for delta in reader.end():

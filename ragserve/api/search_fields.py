@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from dataclasses import replace
+from typing import Annotated
 
 from pydantic import Field
 
 from ragserve.api.body import RequestModel, Text
 from ragserve.config import Settings
-from ragserve.retrieval.remote_reranker import public_name
+from ragserve.profiles.retriever_name import UsualSearch
 from ragserve.retrieval.search_options import SearchOptions
 from ragserve.setting_groups.answering import (
     MAX_CANDIDATES,
@@ -21,9 +22,9 @@ from ragserve.setting_groups.answering import (
 from ragserve_index.filters import Filter
 from ragserve_index.viewers import Viewer
 
-T = TypeVar("T")
 MAX_K = 64
 MAX_CONTEXT_TOKENS = 2**24
+_OPTIONS = {"rerank_candidates": "candidates"}  # names of options that differ from the field's
 
 
 class SearchFields(RequestModel):
@@ -106,22 +107,11 @@ class SearchFields(RequestModel):
 
     def search_options(self, settings: Settings, viewer: Viewer) -> SearchOptions:
         """The options of a viewer's search, with the server's defaults where the request has none."""
-        return SearchOptions(
-            k=self.k or (MAX_K if self.context_tokens else settings.top_k),
-            filter=self.filter,
-            retrieval=self.retrieval or settings.retrieval,
-            follow_ups=self.follow_ups or settings.follow_ups,
-            spelling=self.spelling or settings.spelling,
-            rerank=self.rerank or public_name(settings.rerank),
-            candidates=self.rerank_candidates or settings.rerank_candidates,
-            neighbours=_or(self.neighbours, settings.neighbours),
-            context_tokens=_or(self.context_tokens, settings.context_tokens),
-            min_score=_or(self.min_score, settings.min_score),
-            dedupe=_or(self.dedupe, settings.dedupe),
-            not_found=self.not_found or settings.not_found,
-            viewer=viewer,
-        )
-
-
-def _or(given: T | None, default: T) -> T:
-    return default if given is None else given
+        given = {
+            _OPTIONS.get(name, name): value
+            for name in SearchFields.model_fields
+            if (value := getattr(self, name)) is not None
+        }
+        if self.context_tokens:
+            given.setdefault("k", MAX_K)
+        return replace(UsualSearch.of(settings).options, viewer=viewer, **given)

@@ -176,9 +176,7 @@ class Client:
             try:
                 now = self.job(_id_of(job))
             except errors.RagserveError as error:
-                if time.monotonic() > deadline or not may_pass(error):
-                    raise
-                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+                pause_s = _longer_pause(pause_s, error, deadline)
             else:
                 on_progress(now)
                 if _is_done(now, deadline):
@@ -295,9 +293,7 @@ class AsyncClient:
             try:
                 now = await self.job(_id_of(job))
             except errors.RagserveError as error:
-                if time.monotonic() > deadline or not may_pass(error):
-                    raise
-                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+                pause_s = _longer_pause(pause_s, error, deadline)
             else:
                 on_progress(now)
                 if _is_done(now, deadline):
@@ -344,6 +340,14 @@ def _options(url: str, api_key: str | None, timeout_s: float, no_store: bool) ->
 
 def _id_of(job: str | JobView) -> str:
     return job if isinstance(job, str) else job.job_id
+
+
+def _longer_pause(pause_s: float, error: errors.RagserveError, deadline: float) -> float:
+    """Seconds until a server that failed so is asked again, after ``pause_s`` before. Raises the error where
+    it will not pass, or not in time."""
+    if time.monotonic() > deadline or not may_pass(error):
+        raise error
+    return min(2 * pause_s, _LONGEST_POLL_S)
 
 
 def _is_done(job: JobDetail, deadline: float) -> bool:

@@ -15,7 +15,7 @@ from ragserve.commands.ingest import signals_stop
 from ragserve.commands.job_console import place, print_json, shown
 from ragserve.commands.options import ENGINE_SETTINGS, AsJson, Namespace, with_settings
 from ragserve.config import Settings
-from ragserve.errors import InvalidRequest, NotFound, RagserveError
+from ragserve.errors import InvalidRequest, NotFound, RagserveError, Unavailable
 from ragserve.tenants.audit_log import record_command
 
 if TYPE_CHECKING:
@@ -366,21 +366,29 @@ def _warm_by_server(
 ) -> None:
     from ragserve.progress_lines import progress_lines
 
+    seen: list[JobDetail] = []
     with _client(url, settings) as client, progress_lines() as now:
 
         def say(job: JobDetail) -> None:
+            seen[:] = [job]
             if not as_json:
                 now("warming", f"{job.chunks:,} chunks, {job.tokens:,} tokens computed")
 
-        job = client.wait(client.warm(namespace, doc), on_progress=say)
+        try:
+            job = client.wait(client.warm(namespace, doc), on_progress=say)
+        except Unavailable:
+            if not seen or seen[0].state != "cancelled":
+                raise
+            job = seen[0]
     counts = {state: n for state, n in job.counts.items() if n}
     if as_json:
         print_json(job.model_dump())
     else:
         summary = ", ".join(f"{n:,} {state}" for state, n in counts.items())
+        ended = "" if job.state == "done" else f"{job.state}: "
         computed = f"{job.chunks:,} chunks, {job.tokens:,} tokens computed"
-        typer.echo(f"{summary}; {computed} ({job.job_id})")
-    if counts.get("failed") or counts.get("skipped"):
+        typer.echo(f"{ended}{summary}; {computed} ({job.job_id})")
+    if counts.get("failed") or counts.get("skipped") or job.state != "done":
         raise typer.Exit(3)
 
 

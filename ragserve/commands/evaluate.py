@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from ragserve.commands.options import ENGINE_SETTINGS, with_settings
+from ragserve.commands.options import ENGINE_SETTINGS, VERDICT_SETTINGS, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.errors import InvalidRequest
 from ragserve.eval.presets import BENCHMARKS, expanded, fixed_by
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Line = dict[str, Any]
 _PASSAGES, _TOKENS, _TURNS = 5, 24, 4  # for question sets
-_SETTINGS = ("data_dir", "system_prompt", "embedder", "embed_device")
+SETTINGS = ("data_dir", "embedder", "embed_device", *ENGINE_SETTINGS, *VERDICT_SETTINGS)
 
 
 class EvalMode(enum.StrEnum):
@@ -35,7 +35,7 @@ class EvalMode(enum.StrEnum):
 
 
 def register(app: typer.Typer) -> None:
-    app.command("eval")(with_settings(evaluate, (*ENGINE_SETTINGS, *_SETTINGS)))
+    app.command("eval")(with_settings(evaluate, SETTINGS))
 
 
 @temporary_folder()
@@ -114,7 +114,8 @@ def evaluate(
             min=128,
             help="multiturn: also decode within so many tokens over pages of exact KV, chosen by a window of "
             "queries, by the last one, by the prompt's end (as SnapKV), and the first and newest ones (as "
-            "StreamingLLM). With --url its server needs --sparse-attention on.",
+            "StreamingLLM). With --url its server needs --sparse-attention on. given, without --url but with "
+            "--sparse-attention on: the setting of serve.",
         ),
     ] = None,
     session_budget: Annotated[
@@ -251,7 +252,8 @@ def evaluate(
         "--turns": turns != _TURNS and not dialogues,
         "--asked-at": asked_at != "end" and not dialogues,
         "--ahead": ahead != 1 and not dialogues,
-        "--decode-budget": decode_budget is not None and not dialogues,
+        "--decode-budget": decode_budget is not None
+        and not (dialogues or (engines and settings.sparse_attention == "on")),
         "--session-budget": bool(session_budget) and not dialogues,
         "--refresh-turns": bool(refresh_turns) and not (dialogues and url is None),
         "--concurrency": concurrency is not None and dialogues and url is None,
@@ -278,6 +280,8 @@ def evaluate(
     elif engines:
         from ragserve.eval.parallel import Plan
 
+        if decode_budget is not None:
+            settings = settings.model_copy(update={"decode_budget": decode_budget})
         plan = Plan(
             paths,
             specs,
@@ -376,11 +380,11 @@ def _engines(plan: Plan, work: Path | None, out: Path | None, *, write_gate: boo
     report = write(plan, rows, served, out)
     if write_gate:
         place = plan.settings.data_dir / gate.FILE_NAME
-        entries = measured(report)
+        entries, margin = measured(report), plan.settings.verify_margin
         gate.record(place, served["engine"]["fingerprint"], entries)
         for label, entry in entries.items():
-            short = "; ".join(entry.shortfalls())
-            typer.echo(f"{label}: {'verified' if entry.verifies() else f'not verified ({short})'}")
+            short = "; ".join(entry.shortfalls(margin))
+            typer.echo(f"{label}: {'verified' if entry.verifies(margin) else f'not verified ({short})'}")
         typer.echo(f"written: {place}")
     return rows
 
@@ -406,8 +410,9 @@ def _server(
 ) -> contextlib.AbstractContextManager[RunningServer]:
     from ragserve.engine.running_server import running_server
 
-    names = (*ENGINE_SETTINGS, *_SETTINGS, "model")
-    given = (name for name in names if name in settings.model_fields_set and name != "data_dir")
+    given = (
+        name for name in (*SETTINGS, "model") if name in settings.model_fields_set and name != "data_dir"
+    )
     flags: dict[str, Any] = {name: getattr(settings, name) for name in given}
     if "engine_args" in flags:
         flags["engine_args"] = json.dumps(flags["engine_args"])

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -256,6 +256,7 @@ class IngestSession:
         self._as_json = as_json
         self._console = Console(quiet=as_json)
         self.files = self.failed = 0
+        self._mark: int | None = None  # of commits
         self.ingestor = Ingestor(
             settings,
             store,
@@ -343,10 +344,24 @@ class IngestSession:
             self.run(job.job_id, pruned=options.prune, compact=True)
             self._console.print("Following changes; press Ctrl-C to stop.")
             for changed, vanished in watch:
+                self._forget_dropped()
+                if not changed and not vanished:
+                    continue
                 job = self.ingestor.submit_paths(
                     namespace, changed, options, roots=roots if vanished else (), within=watch.roots
                 )
                 self.run(job.job_id, pruned=options.prune, compact=True)
+
+    def _forget_dropped(self) -> None:
+        """Let go of indexes of namespaces that other processes have dropped, where there was a commit since
+        the last call."""
+        from ragserve_index import EvictionLog
+
+        with suppress(RagserveError):  # of the registry, which the next job meets and tells
+            mark = EvictionLog(self._store.database).mark()
+            if mark is None or mark != self._mark:
+                self._store.forget_dropped()
+                self._mark = mark
 
     def submit_chunk_files(self, namespace: str, paths: list[str], options: PathOptions) -> str:
         """Read files of chunks into a job and return its id."""

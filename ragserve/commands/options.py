@@ -69,6 +69,13 @@ DECODE_SETTINGS = (
     "decode_bound",
 )
 
+# what the verdict on a strategy depends on, beside the engine and the search
+VERDICT_SETTINGS = (
+    *("verify_margin", "system_prompt", "kv_prefix", "sparse_attention", *DECODE_SETTINGS, "decode_heads"),
+    "decode_dense_below",
+    *("prefill_mode", "prefill_alpha", "prefill_observe", "prefill_dense_last", "prefill_dense_below"),
+)
+
 
 def with_settings(
     command: Callable[..., Any], names: Iterable[str] | None = None, *, make: Callable[..., Any] | None = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from ragserve.commands.options import DECODE_SETTINGS, ENGINE_SETTINGS, Namespace, with_settings
+from ragserve.commands.options import ENGINE_SETTINGS, VERDICT_SETTINGS, Namespace, with_settings
 from ragserve.config import Settings, StrategyName
 from ragserve.files import temporary_folder
 from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS
@@ -16,10 +16,7 @@ from ragserve.verification import MAX_TOKENS, MOST_QUESTIONS
 SETTINGS = (
     *("model", "data_dir", "registry_url", "embedder", "embed_device", "top_k", "retrieval", "rerank"),
     *("rerank_candidates", "neighbours", "context_tokens", "min_score", "dedupe", "spelling"),
-    *("verify_margin", "system_prompt", "kv_prefix"),
-    *("kv_disk_bytes", *ENGINE_SETTINGS, "sparse_attention", *DECODE_SETTINGS, "decode_heads"),
-    "decode_dense_below",
-    *("prefill_mode", "prefill_alpha", "prefill_observe", "prefill_dense_last", "prefill_dense_below"),
+    *("kv_disk_bytes", *ENGINE_SETTINGS, *VERDICT_SETTINGS),
 )
 """All that verdicts depend on are among them, so that a run can be like any server."""
 

@@ -16,8 +16,8 @@ from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from ragserve.engine.base import EngineInfo, GenerateChunk, GenerateRequest, Sampling
-from ragserve.engine.own_names import own_name
 from ragserve.errors import RagserveError
+from sglang_ext.wire.own_names import own_name
 from sglang_ext.wire.protocol import EXACT_STRATEGIES, SessionPart, Span, session_key
 
 NAMESPACE = own_name("warm-up")

@@ -71,12 +71,12 @@ class Watch:
         self._watch.close()
 
     def __iter__(self) -> Iterator[tuple[list[str], bool]]:
-        """Yield (existing paths that changed, whether any path vanished) until the stop event is set."""
+        """Yield (existing paths that changed, whether any path vanished) until the stop event is set, also
+        after each look that found no change."""
         for changes in chain([self._first], self._watch):
             paths = sorted(path for path in {path for _, path in changes} if self._wanted(path))
-            if paths:
-                existing = [path for path in paths if os.path.exists(path)]
-                yield existing, any(not os.path.lexists(path) for path in paths)
+            existing = [path for path in paths if os.path.exists(path)]
+            yield existing, any(not os.path.lexists(path) for path in paths)
 
     def _wanted(self, path: str) -> bool:
         if path.startswith(self._exclude):

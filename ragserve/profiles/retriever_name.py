@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ragserve.retrieval.embedder import public_embedder
@@ -11,6 +12,8 @@ from ragserve.retrieval.search_options import OFF, SearchOptions
 
 if TYPE_CHECKING:
     from ragserve.config import Settings
+
+_CACHED = 256  # searches: namespaces have their own
 
 
 def retriever_of(settings: Settings) -> str:
@@ -41,7 +44,7 @@ class UsualSearch:
             dedupe=settings.dedupe,
             not_found=settings.not_found,
         )
-        return cls(options, ", ".join([public_embedder(settings.embedder), *_words(options)]))
+        return _usual(settings.embedder, options)
 
     def is_like(self, search: SearchOptions) -> bool:
         """Return whether a search brings the same passages, or the first of them."""
@@ -51,6 +54,11 @@ class UsualSearch:
     def is_same(self, search: SearchOptions) -> bool:
         """Return whether a search brings the same passages."""
         return self.is_like(search) and search.k == self.options.k
+
+
+@lru_cache(_CACHED)  # every query asks
+def _usual(embedder: str, options: SearchOptions) -> UsualSearch:
+    return UsualSearch(options, ", ".join([public_embedder(embedder), *_words(options)]))
 
 
 def _words(search: SearchOptions) -> list[str]:

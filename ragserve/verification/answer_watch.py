@@ -89,14 +89,24 @@ class AnswerWatch:
         return len(self._waiting) + self._comparing
 
     def answered(
-        self, spec: StrategySpec, request: GenerateRequest, full: GenerateRequest, version: int | None
+        self,
+        spec: StrategySpec,
+        request: GenerateRequest,
+        full: GenerateRequest,
+        version: int | None,
+        retriever: str | None = None,
     ) -> None:
         """Note an answer; an `OnChosen` of the answerer. Not one over several namespaces: what use shows of a
-        strategy is one's."""
+        strategy is one's. Nor one that was forced and is not verified, as far as the ``retriever`` is
+        known: the registry, which knows it, is not asked here."""
         if is_joint(request.namespace):
             return
         if len(self._waiting) >= MOST_WAITING or self._draw() >= self._share:
             return
+        if retriever is not None:
+            verified = self._gate.searched_by(retriever).verified(request.namespace)
+            if spec.label not in verified:
+                return
         asked, whole = self._short(request), self._short(full)
         self._waiting.append(WaitingAnswer(spec.label, asked, whole, version))
 
@@ -133,7 +143,7 @@ class AnswerWatch:
         try:
             async with asyncio.timeout(_LIMIT_S):
                 if answer.label not in await asyncio.to_thread(self._gate.verified, namespace):
-                    return  # forced, or out of the record since then
+                    return  # out of the record since then
                 made_at, version = await asyncio.to_thread(self._current, namespace)
                 shown = await self._compared(answer, version)
                 known = await asyncio.to_thread(self._gate.recorded, answer.label, namespace)

@@ -18,11 +18,11 @@ from typing import Protocol
 
 from ragserve.engine.base import Engine, GenerateRequest, Sampling
 from ragserve.engine.document_cache import CachingEngine, Whereabouts
-from ragserve.engine.own_names import own_name
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.profiles.costs import ABSENT, CostSample
 from ragserve.strategy_spec import StrategySpec
 from ragserve.verification.engine_run import REMOTE, TIERS, doubling, first_token, in_tier, random_tokens
+from sglang_ext.wire.own_names import own_name
 from sglang_ext.wire.protocol import Span, document_key, pieces_of
 
 NAMESPACE = own_name("calibration")

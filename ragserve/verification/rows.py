@@ -17,6 +17,7 @@ from ragserve.files import naming, write_all, write_json, write_text
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
 Key = tuple[str, str, str]  # set, question, strategy
+_STRIPPED = "without-texts"  # marks a folder whose rows have no texts
 
 
 def key(row: Mapping[str, Any]) -> Key:
@@ -75,7 +76,12 @@ def without_texts(row: Row) -> Row:
 
 
 def strip(folder: Path) -> None:
-    """Remove the texts from rows that an earlier version wrote with them; lines that are no rows go, too."""
+    """Remove the texts from rows that an earlier version wrote with them; lines that are no rows go, too.
+
+    Marks the folder, and reads none that is marked: rows are many, and now written without texts."""
+    mark = folder / _STRIPPED
+    if mark.exists() or not folder.is_dir():
+        return
     for path in sorted(folder.glob("rows-*.jsonl")):
         kept, has_texts = list[str](), False
         for line in path.read_bytes().split(b"\n"):
@@ -85,6 +91,7 @@ def strip(folder: Path) -> None:
                 has_texts = has_texts or without_texts(row) != row
         if has_texts:
             write_text(path, "".join(kept))
+    mark.touch()
 
 
 def count(folder: Path) -> int:

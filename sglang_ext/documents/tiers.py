@@ -26,6 +26,7 @@ from sglang_ext.documents.pages.page_format import (
 )
 from sglang_ext.documents.pages.types import KvShape
 from sglang_ext.documents.remote.tier import RemoteTier
+from sglang_ext.wire.own_names import is_own
 
 _SCAN_BATCH = _DELETE_BATCH = 256
 
@@ -274,8 +275,9 @@ class Tiers:
 
     def scan(self) -> None:
         """List the folder into the index, oldest first in the order of eviction, then enforce the budget.
-        Reads no document. An IO job; takes the lock itself. The index stays incomplete, and documents are
-        looked for by path, where a part of the folder cannot be listed.
+        Documents that a server which was killed had measured with are removed. Reads no document. An IO job;
+        takes the lock itself. The index stays incomplete, and documents are looked for by path, where a part
+        of the folder cannot be listed.
         """
         disk = self.disk
         if not isinstance(disk, FileTier):
@@ -305,6 +307,8 @@ class Tiers:
                     known = found.key in self.index.entries or found.key in self.undeleted
                     if there and not known:
                         self.index.add(found.key, found.namespace, found.size, oldest=True)
+                        if is_own(found.namespace):
+                            self.forget(found.key)
         with self.lock:
             self.index.scanned, self.index.complete = True, complete
             self.make_disk_room(0)

@@ -8,11 +8,11 @@ from typing import Any
 
 from ragserve.config import Settings
 from ragserve.engine.base import Engine
-from ragserve.engine.own_names import own_name
 from ragserve.errors import InvalidRequest
 from ragserve.profiles.decode import DECODE, FILE_NAME, DecodeProfile, Point, crossover, options_of
 from ragserve.verification.engine_run import DECODE_TOKENS, decode_step, doubling, prefill, random_tokens
 from ragserve.verification.report import measured_on
+from sglang_ext.wire.own_names import own_name
 
 _SHORTEST = 1024
 _RUNS = 3

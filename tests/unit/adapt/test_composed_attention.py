@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,26 @@ def test_greedy_answers_continue_each_prompt_as_it_would_alone(model: AdaptedMod
             [logits] = target_logits(model, [known])
             best = logits[-1]
             assert best[token] >= best.max() - 1e-3
+
+
+def test_hidden_states_are_kept_for_training_alone(
+    model: AdaptedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, seen, alive = AdaptedModel.logits, list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def noting(self: AdaptedModel, hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(weakref.ref(hidden))
+        alive.append(sum(each() is not None for each in seen))
+        return logits(self, hidden)
+
+    monkeypatch.setattr(AdaptedModel, "logits", noting)
+    monkeypatch.setattr(model, "ends", ())
+    prompts = [sequence((9, 17, 6, 0), composed=True)]
+    for answer, most in ((greedy.answers, 2), (greedy.taught, 6)):  # the prompt's and the step's
+        seen.clear()
+        alive.clear()
+        answer(model, prompts, 6)
+        assert max(alive) == most
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (3, 1)])

@@ -7,8 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from ragserve.profiles.figures import Figures
 from ragserve.profiles.gate import FILE_NAME, Entry, record, set_of
+from ragserve.verification import answer_watch
+from ragserve.verification.answer_watch import WaitingAnswer
 from ragserve.verification.background import BackgroundVerification
 from ragserve_index import IndexStore
 from tests.unit.api.scripted_server import DOCUMENTS, eventually, serving
@@ -39,6 +43,26 @@ def test_answers_are_compared_when_no_request_is_being_answered(tmp_path: Path, 
         metrics = client.get("/metrics").text
         assert 'ragserve_use_compared{namespace="docs",strategy="epic:first=8"} 1.0' in metrics
         assert client.get("/info").json()["verification"]["idle_tuning"] == {"state": "off"}
+
+
+def test_answers_of_forced_strategies_take_no_place_in_the_queue(
+    tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queued: list[str] = []
+
+    def waiting(label: str, *rest: Any) -> WaitingAnswer:
+        queued.append(label)
+        return WaitingAnswer(label, *rest)
+
+    monkeypatch.setattr(answer_watch, "WaitingAnswer", waiting)
+    record(tmp_path / FILE_NAME, "print", {"epic:first=8": Entry({"s": GOOD}, "tiny", "d", "h", "float32")})
+    with serving(tmp_path, model_path, verify_share=1.0) as live, live.client() as client:
+        live.index("docs", DOCUMENTS)
+        for first in (4, 8):
+            options = {"first": first, "force": True}
+            asked = {"query": "Who built it?", "strategy": "epic", "strategy_options": options}
+            assert client.post("/rag/query", json=asked | {"namespace": "docs"}).status_code == 200
+    assert queued == ["epic:first=8"], "the one that is verified"
 
 
 def test_a_namespace_takes_its_verdicts_with_it(tmp_path: Path, model_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`ragserve docs ls --url` lists what a server has."""
+"""`ragserve docs ls --url` lists what a server has, `warm --url` warms there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+from ragserve.api.views import JobDetail
+from ragserve.client import Client
 from ragserve.commands import docs
+from ragserve.errors import Unavailable
 from tests.unit.api.scripted_server import Live, serving
 
 KEY = "a-key"
@@ -27,14 +30,15 @@ def live(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator
         yield live
 
 
-def run(live: Live, tmp_path: Path, command: str, *arguments: str, key: str = KEY) -> Result:
+def run(live: Live, tmp_path: Path, command: str, *arguments: str, key: str = KEY, status: int = 0) -> Result:
     app = typer.Typer()
     docs.register(app)
     app.command("other")(lambda: None)  # a Typer app with one command takes no command name
     own = ("--data-dir", str(tmp_path / "none"), "--api-key", key)
     done = CliRunner().invoke(app, ["docs", command, "--url", live.url, *own, *arguments])
-    if done.exception is not None:
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
+    assert done.exit_code == status
     return done
 
 
@@ -67,7 +71,9 @@ class WarmingClient:
 
     def wait(self, job: str, *, on_progress: Any) -> Any:
         for chunks in (1, 3):
-            now = SimpleNamespace(chunks=chunks, tokens=10 * chunks, counts={"warmed": 1}, job_id=job)
+            now = SimpleNamespace(
+                state="done", chunks=chunks, tokens=10 * chunks, counts={"warmed": 1}, job_id=job
+            )
             now.model_dump = lambda: {"state": "done"}
             on_progress(now)
         return now
@@ -87,3 +93,34 @@ def test_warming_on_a_server_says_how_far_it_is(
     done = run(live, tmp_path, "warm", "plants", "--json")
     assert not done.stderr
     assert json.loads(done.stdout) == {"state": "done"}
+
+
+class EndedClient(Client):
+    """A client of a server whose warm-up has ended before all is warmed."""
+
+    state, error = "cancelled", ""
+
+    def warm(self, *_: Any, **__: Any) -> Any:
+        return "j1"
+
+    def job(self, job_id: str, **_: Any) -> JobDetail:
+        times = {"created_at": 0.0, "updated_at": 1.0}
+        return JobDetail(
+            **times, job_id=job_id, kind="warm", namespace="plants", state=self.state,
+            counts={"warmed": 1, "pending": 2}, n_items=3, chunks=4, tokens=40, size_bytes=0,
+            cancel_requested=True, error=self.error, items=[], next=None,
+        )  # fmt: skip
+
+
+def test_a_warm_up_on_a_server_that_was_cancelled_ends_as_one_here(
+    live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = EndedClient("http://host")
+    monkeypatch.setattr(docs, "_client", lambda *_: client)
+    done = run(live, tmp_path, "warm", "plants", status=3)
+    assert done.stdout == "cancelled: 1 warmed, 2 pending; 4 chunks, 40 tokens computed (j1)\n"
+    done = run(live, tmp_path, "warm", "plants", "--json", status=3)
+    assert json.loads(done.stdout)["state"] == "cancelled"
+    client.state, client.error = "failed", "The disk is full."
+    with pytest.raises(Unavailable, match=r"Job j1 failed: The disk is full\."):
+        run(live, tmp_path, "warm", "plants")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ragserve.commands import calibrate, serve_checks, tune
+from ragserve.commands import calibrate, evaluate, serve_checks, tune
 from ragserve.config import Settings
 from ragserve.engine.document_prefix import prefix_text
 from ragserve.engine.server_args import sparse_defaults
@@ -121,13 +122,14 @@ class Read:
 
 def test_a_run_can_be_like_any_server(tmp_path: Path) -> None:
     """What verdicts depend on are flags: the search, the text before documents, and sparse attention."""
-    names = set[str]()
+    names, searched = set[str](), set[str]()
     for mode in ("progressive", "hierarchical"):
         for prefill, below in (("vertical_slash", 512), ("block_sparse", None)):
             options = {"decode_mode": mode, "prefill_mode": prefill, "prefill_dense_below": below}
             settings = Settings(data_dir=tmp_path, model=str(MODEL), sparse_attention="on", **options)  # type: ignore[arg-type]
             given: Any = Read(settings)
             UsualSearch.of(given)
+            searched |= given.names
             prefix_text(given)
             sparse_defaults(given)
             options_of(given)
@@ -136,6 +138,8 @@ def test_a_run_can_be_like_any_server(tmp_path: Path) -> None:
     assert names > {"neighbours", "kv_prefix", "prefill_mode"}
     assert names <= set(tune.SETTINGS)
     assert "kv_prefix" in calibrate.SETTINGS
+    own = inspect.signature(evaluate.evaluate).parameters
+    assert names - searched <= {*evaluate.SETTINGS, *own}, "eval --write-gate searches for nothing"
 
 
 @pytest.mark.parametrize(

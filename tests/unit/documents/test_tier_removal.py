@@ -17,6 +17,7 @@ from sglang_ext.documents.disk import page_files
 from sglang_ext.documents.disk.disk import FileTier
 from sglang_ext.documents.pages import page_format
 from sglang_ext.documents.pages.types import DocumentMeta
+from sglang_ext.wire.own_names import own_name
 from tests.unit.documents.document_samples import (
     FINGERPRINT,
     SHAPE,
@@ -51,6 +52,25 @@ def test_removed_means_removed_from_every_tier(tmp_path: Path) -> None:
         assert document.found(store) is None
         assert store.remove(other.key)  # before or after the scan has seen it
         assert files_of(tmp_path) == []
+
+
+def test_documents_of_a_measurement_that_was_killed_go_at_the_next_start(tmp_path: Path) -> None:
+    users = [Sample(1, 16), Sample(2, 16, namespace="calibration"), Sample(3, 16, namespace="calibration-1")]
+    own = [Sample(number, 16, namespace=own_name("calibration")) for number in (4, 5)]
+    with opened(tmp_path) as store:
+        for document in (*users, *own):
+            document.put(store)
+        flushed(store)
+        assert len(files_of(tmp_path)) == 5, "its own process measures with them"
+    with opened(tmp_path) as store:
+        here = Sample(6, 16, namespace=own_name("calibration"))
+        here.put(store)
+        flushed(store)
+        kept = {document.key for document in (*users, here)}
+        assert {path.stem for path in files_of(tmp_path)} == kept
+        assert store.stat()["disk"]["documents"] == 4
+        assert here.found(store) is not None
+        store.check_integrity()
 
 
 def test_a_pinned_document_is_readable_until_unpinned_but_found_by_nobody(tmp_path: Path) -> None:

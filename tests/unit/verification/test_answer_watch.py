@@ -16,7 +16,7 @@ from ragserve.answering.prompt import Prompt, PromptBuilder, PromptDocument, Seg
 from ragserve.engine.base import GenerateRequest, Sampling
 from ragserve.errors import Unavailable
 from ragserve.metrics import metrics
-from ragserve.profiles.gate import Gate, record
+from ragserve.profiles.gate import Gate, record, set_of
 from ragserve.profiles.in_use import InUseRecord
 from ragserve.strategy_spec import StrategySpec
 from ragserve.verification import answer_watch
@@ -25,7 +25,7 @@ from ragserve.verification.question_probes import SHORT
 from ragserve_index import IndexStore
 from sglang_ext.wire.protocol import Span
 from tests.conftest import MODEL
-from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, entry, fill
+from tests.unit.verification.idle_engine import FINGERPRINT, VERIFIED, IdleEngine, entry, fill
 
 SECRET = 4242  # a token of the prompt
 REQUEST = GenerateRequest(
@@ -38,6 +38,7 @@ REQUEST = GenerateRequest(
 )
 WHOLE = replace(REQUEST, strategy="full", input_ids=[1, SECRET, 3, 5, 4], spans=(*REQUEST.spans, Span(3, 4)))
 CONCAT = StrategySpec("concat")
+RETRIEVER = "words, dense, k 5"
 
 
 class Watched:
@@ -62,7 +63,7 @@ class Watched:
         return self.store.namespace("notes").version
 
     def answered(self, spec: StrategySpec = CONCAT) -> None:
-        self.watch.answered(spec, REQUEST, WHOLE, self.version)
+        self.watch.answered(spec, REQUEST, WHOLE, self.version, RETRIEVER)
 
     def work(self) -> None:
         """Compare what is waiting."""
@@ -156,7 +157,16 @@ def test_a_share_of_the_answers_of_verified_strategies_is_drawn(store: IndexStor
 
 
 def test_what_is_not_verified_is_not_compared(watched: Watched) -> None:
-    watched.answered(StrategySpec("epic"))
+    """It takes no place in the queue; what leaves the record later is dropped there."""
+    other = "words, hybrid, k 5"
+    own = {set_of("notes", other): replace(VERIFIED, retriever=other)}
+    record(watched.folder / "gate.json", FINGERPRINT, {"cacheblend": entry(own)})
+    for _ in range(MOST_WAITING):
+        watched.answered(StrategySpec("epic"))
+        watched.answered(StrategySpec("cacheblend"))  # verified by another search
+    assert watched.watch.waiting == 0
+    watched.answered()
+    (watched.folder / "gate.json").unlink()
     watched.work()
     assert (watched.engine.asked, watched.watch.waiting, watched.record.entries()) == ([], 0, {})
 
@@ -164,10 +174,10 @@ def test_what_is_not_verified_is_not_compared(watched: Watched) -> None:
 def test_an_answer_needs_no_registry_to_be_drawn(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is given to the user by the same call, on the event loop."""
 
-    def away(_: str | None) -> str:
+    def away(_: str) -> str:
         raise Unavailable("The registry does not answer.")
 
-    monkeypatch.setattr(watched.gate, "_retriever_in", away)
+    monkeypatch.setattr(watched.gate, "_retriever", away)
     watched.answered()
     watched.work()
     assert watched.watch.dropped == 1

@@ -12,12 +12,12 @@ import pytest
 from ragserve.cache.warm import Warmer, submit_warm
 from ragserve.engine import warm_up
 from ragserve.engine.base import GenerateChunk, GenerateRequest
-from ragserve.engine.own_names import own_name
 from ragserve.errors import EngineError
 from ragserve.profiles.costs import COSTS
 from ragserve.profiles.costs import FILE_NAME as COSTS_FILE
 from ragserve.profiles.gate import FILE_NAME, record
 from ragserve.verification.costs import CostSchedule
+from sglang_ext.wire.own_names import own_name
 from tests.unit.verification.idle_engine import FINGERPRINT, IdleEngine, entry, fill
 from tests.unit.verification.tuned_server import LABELS, Tuned
 

@@ -52,6 +52,17 @@ def test_lines_that_are_no_rows_are_left_out_and_said(
     assert "rows-0.jsonl: lines that are damaged and left out: 1" in caplog.text
 
 
+def test_texts_are_looked_for_once_in_a_folder(tmp_path: Path) -> None:
+    rows.strip(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+    path = tmp_path / "rows-0.jsonl"
+    for number, texts in ((0, 0), (1, 1)):
+        with rows.appending(path) as append:
+            append(row(number, "Ada"))
+        rows.strip(tmp_path)
+        assert path.read_text().count("Ada") == texts, "a marked folder is not read again"
+
+
 def test_a_row_without_room_names_its_file(tmp_path: Path) -> None:
     path = tmp_path / "rows-0.jsonl"
     with rows.appending(path) as append:
