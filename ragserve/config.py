@@ -245,8 +245,8 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, SignOnSett
         description="When to compute documents' context sensitivity, which costs about another prefill; the "
         "rest of their analysis comes with their prefill. idle: of documents in use, while no query is being "
         "answered; until then rule sentences goes by the question's attention alone, and notes say so. "
-        "ingest: with a warm-up, and of documents that came with a query at the first query whose rule reads "
-        "it, which waits. lazy: always at that query.",
+        "ingest: of documents of up to 4,096 tokens with a warm-up, and of others at the first query whose "
+        "rule reads it, which waits. lazy: always at that query.",
     )
     kv_analysis_bytes: int = Field(
         2**30,

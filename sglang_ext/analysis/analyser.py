@@ -8,7 +8,7 @@ of it one copy does, which is the documents' prefill.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -16,11 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ragserve_kernels.block_summary import BlockPlan, BlockSummary, block_summary, block_summary_naive
+from ragserve_kernels import dispatch as kernels
+from ragserve_kernels.block_summary import (
+    BlockPlan,
+    BlockSummary,
+    StaticAttention,
+    block_summary,
+    static_attention,
+)
 from ragserve_kernels.kv import HEAD_DIMS
 from sglang_ext.analysis import retrieval_heads
 from sglang_ext.analysis.document_analysis import WHOLE_ONLY, Analysis, Cut, quantize
-from sglang_ext.analysis.forward import Kv, LayerState, Text, run
+from sglang_ext.analysis.forward import Kv, LayerState, Text, pieces, run
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.tensors.rope import Rotation
@@ -93,6 +100,25 @@ class Analyser:
         those of a prefill behind the prefix. Not ``whole``: without the context sensitivity, which takes
         another copy of them, and the static attention of their blocks: little more than their prefill.
         """
+        steps = self.in_pieces(documents, cut, keep, whole=whole)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found: list[Analysis] = end.value
+                return found
+
+    def in_pieces(
+        self,
+        documents: Sequence[Sequence[int]],
+        cut: Cut | None = None,
+        keep: Keep | None = None,
+        *,
+        whole: bool = True,
+    ) -> Generator[float, None, list[Analysis]]:
+        """`analyse_all` in pieces, between which other work may be done. Yields the work of each, in tokens
+        that go through all layers, and returns the analyses. Closing it frees what it holds.
+        """
         cut = cut or self.cut
         lengths = [len(ids) for ids in documents]
         blocks = [self.block_of(n, cut) for n in lengths]
@@ -108,7 +134,7 @@ class Analyser:
             behind = [Text(text.ids, text.positions, before.__getitem__) for text in copies]
             own, other = (behind, copies) if self.prefix else (copies, behind)
             copies = own + other if whole else own
-        run(self._runner, copies, layers.observe)
+        yield from pieces(self._runner, copies, layers.observe)
         found = layers.by_document(self._ranks.sum(layers.moved).cpu() if whole else None)
         return [
             Analysis(
@@ -239,7 +265,7 @@ class _Layers:
         self._means = _Means.of(plan)
         self.moved = torch.zeros(plan.tokens, dtype=torch.float32, device=plan.doc_start.device)
 
-    def observe(self, layer: int, states: Sequence[LayerState]) -> None:
+    def observe(self, layer: int, states: Sequence[LayerState]) -> Iterator[int]:
         """Take a layer of the documents as they are prefilled, then of their other copies."""
         count, plan, gather = self._plan.documents, self._plan, self._analyser.gather_heads
         own_copies = states[:count]
@@ -252,7 +278,7 @@ class _Layers:
         row["mean_k"], row["mean_k_scale"] = quantize(mean_k)
         row["local_q"], row["local_q_scale"] = quantize(local_q)
         if whole:
-            summary = _summary(gather(q), gather(k), plan, own_copies[0].scaling)
+            summary = yield from _summary(gather(q), gather(k), plan, own_copies[0].scaling)
             row |= {"attention": summary.attention, "exponent": summary.exponent.half()}
             row["token"] = (summary.token - plan.block_start[:-1]).clamp(min=0).to(torch.uint8)
             other = torch.cat([state.v for state in states[count:]])
@@ -330,8 +356,11 @@ def _mean(values: torch.Tensor, group: torch.Tensor, counts: torch.Tensor) -> to
     return total.index_add_(0, group, values.float()) / counts[:, None, None]
 
 
-def _summary(q: torch.Tensor, k: torch.Tensor, plan: BlockPlan, scale: float) -> BlockSummary:
-    """Summarise one layer; in plain torch for head sizes that the kernel does not support."""
-    if q.shape[-1] in HEAD_DIMS:
+def _summary(
+    q: torch.Tensor, k: torch.Tensor, plan: BlockPlan, scale: float
+) -> Generator[int, None, BlockSummary | StaticAttention]:
+    """Summarise one layer; in plain torch, and in pieces, where no kernel does it."""
+    if kernels.use_triton(q) and q.shape[-1] in HEAD_DIMS:
         return block_summary(q, k, plan, scale=scale)
-    return block_summary_naive(q, k, plan, scale=scale, precision=torch.float32)
+    found: StaticAttention = yield from static_attention(q, k, plan, scale=scale)
+    return found

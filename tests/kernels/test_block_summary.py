@@ -18,7 +18,9 @@ from ragserve_kernels.block_summary import (
     block_summary,
     block_summary_naive,
     default_block_tokens,
+    static_attention,
 )
+from ragserve_kernels.block_summary import pieces as block_summary_pieces
 from ragserve_kernels.dispatch import forced_naive
 from tests.kernels.reference import TOLERANCE, assert_close, attention64, relative_error
 
@@ -275,3 +277,38 @@ def test_captured_graph(device: torch.device) -> None:
             relative_error(getattr(got, name)[fitted], getattr(want, name)[fitted])
             < TOLERANCE[torch.bfloat16] / 10
         )
+
+
+@pytest.mark.parametrize("lengths", [(63, 1, 0, 40), (555,), (111, 9, 2)], ids=str)
+@pytest.mark.parametrize("stride", [1, 3])
+@pytest.mark.parametrize("scores", [2**25, 700], ids=["at once", "in pieces"])
+@pytest.mark.parametrize("dtype", DTYPES, **ids)
+def test_static_attention_in_pieces(
+    lengths: tuple[int, ...], stride: int, scores: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is computed in float32 whatever the dtype, as its reference is in float64."""
+    monkeypatch.setattr(block_summary_pieces, "_CPU_SCORES", scores)
+    monkeypatch.setattr(block_summary_pieces, "_TOKENS", 1)
+    cpu = torch.device("cpu")
+    plan = BlockPlan.build(lengths, block_tokens=8, query_stride=stride, min_queries=3, device=cpu)
+    q, k = inputs(cpu, plan, heads=(6, 2), head_dim=24, dtype=dtype)
+    q[::7] *= 8  # attention that is far from even
+    steps, pairs = static_attention(q, k, plan, scale=0.3), []
+    while True:
+        try:
+            pairs.append(next(steps))
+        except StopIteration as end:
+            got = end.value
+            break
+    want = block_summary_naive(q, k, plan, scale=0.3, token=got.token)
+    best = block_summary_naive(q, k, plan, scale=0.3)
+    fitted = best.token >= 0
+    assert fitted.any()
+    assert torch.equal(got.token >= 0, fitted)
+    for name in ("attention", "exponent"):
+        value = getattr(got, name)
+        assert torch.isposinf(value[~fitted]).all()
+        assert_close(value[fitted], getattr(want, name)[fitted], torch.float32, name)
+    # two tokens may nearly tie
+    assert_close(got.attention[fitted], best.attention[fitted], torch.float32, "attention of the best token")
+    assert all(n * 3 <= max(scores, 3 * max(lengths)) for n in pairs), "one query of a group at least"

@@ -9,11 +9,20 @@ import math
 import torch
 
 from ragserve_kernels.block_summary.naive import block_summary_naive
+from ragserve_kernels.block_summary.pieces import StaticAttention, static_attention
 from ragserve_kernels.block_summary.plan import BlockPlan, BlockSummary, default_block_tokens
 from ragserve_kernels.dispatch import FLOAT_DTYPES, check, use_triton
 from ragserve_kernels.kv import check_head_dim, query_group
 
-__all__ = ["BlockPlan", "BlockSummary", "block_summary", "block_summary_naive", "default_block_tokens"]
+__all__ = [
+    "BlockPlan",
+    "BlockSummary",
+    "StaticAttention",
+    "block_summary",
+    "block_summary_naive",
+    "default_block_tokens",
+    "static_attention",
+]
 
 
 def block_summary(

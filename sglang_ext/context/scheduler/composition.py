@@ -19,7 +19,7 @@ from sglang_ext.context.compose.stage_timer import StageTimer
 from sglang_ext.context.scheduler import recall_probe, sglang_req
 from sglang_ext.context.scheduler.admission import Admission
 from sglang_ext.context.scheduler.document_analyses import DocumentAnalyses
-from sglang_ext.context.scheduler.document_pass import DocumentPass
+from sglang_ext.context.scheduler.document_pass import TOGETHER, DocumentPass
 from sglang_ext.context.scheduler.document_scorer import DocumentScorer
 from sglang_ext.context.scheduler.metrics import context_metrics
 from sglang_ext.context.scheduler.model_check import check_composition
@@ -290,7 +290,7 @@ class Composition:
             if (
                 document.analyse
                 and complete
-                and self.analyses.may_be_whole(len(document.ids))
+                and len(document.ids) <= TOGETHER  # or all other requests would wait for long
                 and (document.analysis is None or not document.analysis.is_whole)
             ):
                 # its KV is complete: what needs its analysis computes it then

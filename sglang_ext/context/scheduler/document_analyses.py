@@ -1,10 +1,11 @@
-"""Analyses of documents: in memory, in the tiers, or computed, several documents in one pass."""
+"""Analyses of documents: in memory, in the tiers, or computed, several documents in one pass, which scheduler
+steps do piece by piece."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     from sglang_ext.documents.tier_store import TierStore
 
 log = logging.getLogger(__name__)
-# Tokens of the longest document whose context sensitivity a CPU computes unless a rule needs it. Two copies
-# pass through the model in one step, while all other requests wait, and SGLang ends a server whose step takes
-# 300 s: 2.4 ms a token on a core with 0.5B parameters, 16 times that with 8B, and more for longer documents.
+# Tokens of the longest document whose context sensitivity a CPU computes unless a rule needs it: the static
+# attention of its blocks takes time by the square of its length.
 _LONGEST_ON_CPU = 4096
-_STEP_TOKENS = 8192  # document tokens analysed in one scheduler step; bounds how long decoding waits
+# Tokens, through all layers, of analyses in one scheduler step: bounds how long all other requests wait
+_STEP_TOKENS, _CPU_STEP_TOKENS = 8192, 512
 # votes; the lowest of any rank decides. _PART: an analysis that is not whole
 _FAILED, _MISSING, _WAIT, _PART, _READY = range(5)
 AnalysisName = tuple[str, int, int]
@@ -44,6 +45,20 @@ class WantedAnalysis:
     ids: Sequence[int]
     cut: Cut
     level: Wanted = Wanted.SENTENCES
+
+
+@dataclass(slots=True, eq=False)
+class _PassUnderWay:
+    """Documents that are being analysed, cut alike and as far; `Analyser.in_pieces` of them."""
+
+    wanted: Mapping[AnalysisName, WantedAnalysis]
+    whole: bool
+    pieces: Generator[float, None, list[Analysis]]
+    removed: set[str] = field(default_factory=set)  # keys of those that were removed meanwhile
+
+    @property
+    def keys(self) -> set[str]:
+        return {key for key, _, _ in self.wanted}
 
 
 class DocumentAnalyses:
@@ -70,6 +85,9 @@ class DocumentAnalyses:
         self._cache = AnalysisCache(memory_bytes)
         self._computed = self._prefilled = self._whole = 0
         self._reads: dict[str, Any] = {}  # reads of stored analyses under way, by document key
+        self._step_tokens = _CPU_STEP_TOKENS if self._device.type == "cpu" else _STEP_TOKENS
+        self._pass: _PassUnderWay | None = None  # under way
+        self._alone: set[AnalysisName] = set()  # a pass of several documents with these has failed
 
     def may_be_whole(self, n_tokens: int) -> bool:
         """False for a document whose context sensitivity is computed for rules only that know nothing else.
@@ -139,6 +157,10 @@ class DocumentAnalyses:
             self._cache.remove(set(keys))
         for key in keys or ():
             self._reads.pop(key, None)
+        if self._pass is not None:
+            self._pass.removed |= self._pass.keys if keys is None else self._pass.keys & set(keys)
+            if keys is not None and self._pass.removed == self._pass.keys:
+                self._pass = None
 
     def _compute(
         self,
@@ -151,11 +173,14 @@ class DocumentAnalyses:
     ) -> list[Analysis]:
         with stages.together():
             made = self._analyser.analyse_all(documents, cut, keep, whole=whole)
-        self._computed += len(made)
-        self._whole += len(made) if whole else 0
+        self._count(made, whole=whole)
         for key, analysis in zip(keys, made, strict=True):
             self._cache.put(key, analysis)
         return made
+
+    def _count(self, made: Sequence[Analysis], *, whole: bool) -> None:
+        self._computed += len(made)
+        self._whole += len(made) if whole else 0
 
     def find(
         self,
@@ -165,9 +190,9 @@ class DocumentAnalyses:
         held: int = 0,
         first: Collection[AnalysisName] = (),
     ) -> dict[AnalysisName, Analysis]:
-        """Find or compute what is ``wanted``, the same on every rank. What is read still, and what the step
-        has no time for, is left out, and what has no room: requests hold ``held`` bytes of analyses, and
-        may hold as many as the budget; those that come ``first`` have room in any case."""
+        """Find what is ``wanted``, and compute it piece by piece, the same on every rank. What is read still,
+        and what the step has no time for, is left out, and what has no room: requests hold ``held`` bytes of
+        analyses, and may hold as many as the budget; those that come ``first`` have room in any case."""
         with stages.together():  # the first time, they are looked for
             heads = self._analyser.heads if wanted else []
         have: dict[AnalysisName, Analysis | int | None] = {}
@@ -193,37 +218,90 @@ class DocumentAnalyses:
                 fail(name, stages.ELSEWHERE)
             elif vote != _WAIT:
                 lacking.append(name)
-        return found | self._make({name: wanted[name] for name in _first(lacking, wanted)}, fail)
+        return found | self._advance({name: wanted[name] for name in lacking}, fail)
 
-    def read_only(self, keys: Collection[str]) -> None:
-        """Forget reads that are under way of other documents than these."""
+    def work_for(self, keys: Collection[str]) -> None:
+        """Forget reads that are under way of other documents than these, and a pass over none of them."""
         self._reads = {key: read for key, read in self._reads.items() if key in keys}
+        self._alone = {name for name in self._alone if name[0] in keys}
+        if self._pass is not None and self._pass.keys.isdisjoint(keys):
+            self._pass = None
 
-    def _make(
-        self, wanted: Mapping[AnalysisName, WantedAnalysis], fail: Fail
+    def _advance(
+        self, lacking: Mapping[AnalysisName, WantedAnalysis], fail: Fail
     ) -> dict[AnalysisName, Analysis]:
-        """Compute analyses in few passes; those of a pass that fails one by one, so that each fails alone."""
+        """Compute analyses for as long as a step may take; a later step goes on. Documents of a pass that
+        fails are analysed one by one, so that each fails alone."""
         found: dict[AnalysisName, Analysis] = {}
-        for group in _passes(wanted):
-            if len(group) > 1:
-                made = stages.run("new analysis", stages.nobody, self._compute_and_keep, group)
-                if made is not None:
-                    found |= made
-                    continue
-            for name, asked in group.items():
-                alone = stages.run("new analysis", partial(fail, name), self._compute_and_keep, {name: asked})
-                found |= alone or {}
+        left: float = self._step_tokens
+        while left > 0:
+            if self._pass is None:
+                self._pass = self._next({name: lacking[name] for name in lacking if name not in found})
+            if (under_way := self._pass) is None:
+                break
+            name = next(iter(under_way.wanted)) if len(under_way.wanted) == 1 else None
+            failed = stages.nobody if name is None else partial(fail, name)
+            result = stages.run("new analysis", failed, self._run, under_way, left)
+            if result is None:
+                self._pass = None
+                self._alone = self._alone | set(under_way.wanted) if name is None else self._alone - {name}
+                break
+            work, made = result
+            left -= work
+            if made is not None:
+                self._pass = None
+                self._alone -= set(made)
+                found |= {
+                    name: analysis
+                    for name, analysis in made.items()
+                    if name in lacking and (under_way.whole or lacking[name].level < Wanted.WHOLE)
+                }
         return found
 
-    def _compute_and_keep(self, group: Mapping[AnalysisName, WantedAnalysis]) -> dict[AnalysisName, Analysis]:
-        first = next(iter(group.values()))
-        cut, keys = first.cut, [name[0] for name in group]
-        documents = [asked.ids for asked in group.values()]
-        made = self._compute(keys, documents, cut, whole=first.level == Wanted.WHOLE)
-        if cut == self._analyser.cut:
-            for key, analysis in zip(keys, made, strict=True):
+    def _next(self, lacking: Mapping[AnalysisName, WantedAnalysis]) -> _PassUnderWay | None:
+        """A pass over the first document, and over what fits beside it of those that are cut alike and of
+        which as much is wanted: at most `TOGETHER` tokens, or one document."""
+        group: dict[AnalysisName, WantedAnalysis] = {}
+        left = TOGETHER
+        for name, asked in lacking.items():
+            first = next(iter(group.values()), asked)
+            fits = len(asked.ids) <= left and name not in self._alone
+            if group and not (fits and (asked.level, asked.cut) == (first.level, first.cut)):
+                continue
+            group[name] = asked
+            left -= len(asked.ids)
+            if name in self._alone:
+                break
+        if not group:
+            return None
+        first, ids = next(iter(group.values())), [asked.ids for asked in group.values()]
+        whole = first.level == Wanted.WHOLE
+        return _PassUnderWay(group, whole, self._analyser.in_pieces(ids, first.cut, whole=whole))
+
+    def _run(
+        self, under_way: _PassUnderWay, most: float
+    ) -> tuple[float, dict[AnalysisName, Analysis] | None]:
+        """Do pieces of a pass until they are as much work as ``most``; return their work, and the analyses
+        once all are done."""
+        work = 0.0
+        made: list[Analysis] | None = None
+        with stages.together():
+            while made is None and work < most:
+                try:
+                    work += next(under_way.pieces)
+                except StopIteration as end:
+                    made = end.value
+        if made is None:
+            return work, None
+        self._count(made, whole=under_way.whole)
+        for (key, _, _), asked, analysis in zip(
+            under_way.wanted, under_way.wanted.values(), made, strict=True
+        ):
+            if key not in under_way.removed:
+                self._cache.put(key, analysis)
+            if asked.cut == self._analyser.cut:
                 self._tiers.put_summary(key, analysis.encode())
-        return dict(zip(group, made, strict=True))
+        return work, dict(zip(under_way.wanted, made, strict=True))
 
     def _known(self, name: AnalysisName, n_tokens: int, heads: Sequence[tuple[int, int]]) -> Analysis | int:
         """An analysis that is in memory or in a tier; _WAIT while it is read, _MISSING if it has to be
@@ -252,34 +330,6 @@ class DocumentAnalyses:
             return _MISSING  # made with another tokenizer or other unrelated texts
         self._cache.put(key, found)
         return found
-
-
-def _first(
-    names: Sequence[AnalysisName], wanted: Mapping[AnalysisName, WantedAnalysis]
-) -> list[AnalysisName]:
-    """Those that are analysed in this step: the first, and what fits beside it."""
-    taken: list[AnalysisName] = []
-    left = _STEP_TOKENS
-    for name in names:
-        if not taken or len(wanted[name].ids) <= left:
-            taken.append(name)
-            left -= len(wanted[name].ids)
-    return taken
-
-
-def _passes(wanted: Mapping[AnalysisName, WantedAnalysis]) -> Iterable[dict[AnalysisName, WantedAnalysis]]:
-    """Groups of at most `TOGETHER` tokens, or of one document, that are cut alike and of which as much is
-    wanted."""
-    group: dict[AnalysisName, WantedAnalysis] = {}
-    for name, asked in sorted(wanted.items(), key=lambda item: (item[1].level, repr(item[1].cut))):
-        first = next(iter(group.values()), asked)
-        tokens = sum(len(each.ids) for each in group.values()) + len(asked.ids)
-        if group and (tokens > TOGETHER or (asked.level, asked.cut) != (first.level, first.cut)):
-            yield group
-            group = {}
-        group[name] = asked
-    if group:
-        yield group
 
 
 def _vote_of(known: Analysis | int | None) -> int:

@@ -106,7 +106,7 @@ class SelectionStage:
                 waiting.append(context)
             else:
                 context.shed_analyses()
-        self._waiting = waiting
+        self._wait(waiting)
 
     @property
     def waits(self) -> bool:
@@ -115,15 +115,19 @@ class SelectionStage:
 
     def drop(self, context: ComposedContext) -> None:
         """Forget a request that has ended."""
-        self._waiting = [other for other in self._waiting if other is not context]
+        self._wait([other for other in self._waiting if other is not context])
 
     def drop_gone(self, queued: Iterable[Any]) -> None:
         """Forget the requests that are not among SGLang's ``queued`` ones. It takes those of clients that
         left and those that waited too long off its queue without a word.
         """
         there = {id(getattr(req, "ragserve", None)) for req in queued}
-        self._waiting = [context for context in self._waiting if id(context) in there]
-        self.analyses.read_only({key for context in self._waiting for key in context.keys})
+        self._wait([context for context in self._waiting if id(context) in there])
+
+    def _wait(self, contexts: list[ComposedContext]) -> None:
+        """Work for these requests only."""
+        self._waiting = contexts
+        self.analyses.work_for({key for context in contexts for key in context.keys})
 
     def _located(self) -> list[int]:
         """Find what the waiting requests read, and return their votes. Every rank's misses go along: what one

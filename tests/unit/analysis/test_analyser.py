@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from ragserve_kernels.block_summary import BlockPlan, block_summary_naive
+from ragserve_kernels.block_summary import pieces as block_summary_pieces
 from sglang_ext.analysis import forward
 from sglang_ext.analysis.analyser import Analyser, DocumentPart
 from sglang_ext.analysis.document_analysis import Analysis, Cut
@@ -53,16 +55,22 @@ def drawn(n: int, seed: int) -> list[int]:
     [((63,), (90, 37)), ((1, 111, 2, 40, 64), (37, 90)), ((129, 7), (64, 1, 33))],
     ids=str,
 )
-@pytest.mark.parametrize("rows", [8192, 50], ids=["at once", "in steps"])
+@pytest.mark.parametrize(
+    ("rows", "pairs"), [(8192, 2**23), (50, 2**23), (50, 300)], ids=["at once", "in steps", "in small steps"]
+)
 @pytest.mark.parametrize("prefixed", [False, True], ids=["alone", "behind a prefix"])
 def test_a_batch_has_the_values_of_whole_texts(
     lengths: tuple[int, ...],
     behind: tuple[int, ...],
     rows: int,
+    pairs: int,
     prefixed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forward, "CPU_ROWS", rows)
+    monkeypatch.setattr(forward, "_CPU_PAIRS", pairs)
+    monkeypatch.setattr(forward, "_KEPT_MASK", pairs // 2)
+    monkeypatch.setattr(block_summary_pieces, "_CPU_SCORES", pairs)
     seed = sum(lengths)
     runner = runner_of(8, seed)
     runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
@@ -109,14 +117,63 @@ def test_a_batch_has_the_values_of_whole_texts(
     assert len(kept) == LAYERS
 
 
+def analyser_of(seed: int) -> Analyser:
+    """With a prefix."""
+    runner = runner_of(8, seed)
+    runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
+    texts = Texts([drawn(20, 1), drawn(20, 2)], torch.zeros(VOCABULARY, dtype=torch.bool))
+    return Analyser(runner, lambda: texts, Cut(), [(0, 1), (2, 0)], rotation=ROTATION, prefix=drawn(33, 6))
+
+
+@pytest.mark.parametrize("lengths", [(257,), (63, 1, 111), (129, 7)], ids=str)
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])
+def test_a_pass_between_whose_pieces_others_run_has_the_values_of_one_in_one_go(
+    lengths: tuple[int, ...], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "CPU_ROWS", 50)
+    monkeypatch.setattr(forward, "_CPU_PAIRS", 1000)
+    monkeypatch.setattr(block_summary_pieces, "_CPU_SCORES", 500)
+    monkeypatch.setattr(block_summary_pieces, "_TOKENS", 2)
+    seed = sum(lengths)
+    analyser = analyser_of(seed)
+    documents = [drawn(n, seed + n) for n in lengths]
+    wanted = analyser.analyse_all(documents, whole=whole)
+    divided = [analyser.in_pieces(documents, whole=whole) for _ in range(2)]  # the second is behind the first
+    other, found, work = drawn(31, seed), [], [0.0, 0.0]
+    while len(found) < 2:
+        for number, steps in enumerate(divided):
+            try:
+                work[number] += next(steps)
+            except StopIteration as end:
+                found.append(end.value)
+        analyser.analyse(other)
+    for one in found:
+        for own, was in zip(one, wanted, strict=True):
+            assert own.encode() == was.encode()
+    assert work[0] == work[1] >= seed, "in tokens"
+
+
+def test_no_piece_of_a_pass_has_more_rows_or_pairs_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "CPU_ROWS", 50)
+    monkeypatch.setattr(forward, "_CPU_PAIRS", 1000)
+    lengths = (257, 3, 111)
+    seen = [range(n)[i] + 1 for n in lengths for i in range(n)]
+    chunks = list(forward._chunks(lengths, on_cpu=True))
+    assert [i for rows, _ in chunks for i in range(rows.start, rows.stop)] == list(range(sum(lengths)))
+    for rows, pairs in chunks:
+        assert rows.stop - rows.start <= 50
+        assert pairs == sum(seen[rows]) <= 1000
+    assert len(list(forward._chunks(lengths, on_cpu=False))) == 1
+
+
 def test_without_sensitivity_one_copy_is_computed_and_all_else_is_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows: list[int] = []
 
-    def counted(runner: Any, texts: Any, observe: Any) -> None:
+    def counted(runner: Any, texts: Any, observe: Any) -> Iterator[float]:
         rows.append(sum(len(text.ids) for text in texts))
-        forward.run(runner, texts, observe)
+        return forward.pieces(runner, texts, observe)
 
     runner = runner_of(8, 9)
     runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
@@ -125,7 +182,7 @@ def test_without_sensitivity_one_copy_is_computed_and_all_else_is_the_same(
     analyser = Analyser(runner, lambda: texts, Cut(), [(0, 1)], rotation=ROTATION, prefix=prefix)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     whole = analyser.analyse_all(documents, keep=lambda layer, k, v: kept.append((k.clone(), v.clone())))
-    monkeypatch.setattr("sglang_ext.analysis.analyser.run", counted)
+    monkeypatch.setattr("sglang_ext.analysis.analyser.pieces", counted)
     again: list[tuple[torch.Tensor, torch.Tensor]] = []
     part = analyser.analyse_all(
         documents, keep=lambda layer, k, v: again.append((k.clone(), v.clone())), whole=False
@@ -144,11 +201,12 @@ def test_without_sensitivity_one_copy_is_computed_and_all_else_is_the_same(
 def test_with_given_heads_only_the_text_before_documents_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
 
-    def counted(runner: Any, texts: Any, observe: Any) -> None:
+    def counted(runner: Any, texts: Any, observe: Any) -> Iterator[float]:
         computed.append(sum(len(text.ids) for text in texts))
-        forward.run(runner, texts, observe)
+        yield from forward.pieces(runner, texts, observe)
 
-    monkeypatch.setattr("sglang_ext.analysis.analyser.run", counted)
+    monkeypatch.setattr("sglang_ext.analysis.analyser.run", lambda *args: list(counted(*args)))
+    monkeypatch.setattr("sglang_ext.analysis.analyser.pieces", counted)
     runner = runner_of(8, 1)
     runner.token_to_kv_pool.head_num, runner.token_to_kv_pool.dtype = KV_HEADS, torch.float32
     texts = Texts([drawn(37, 1), drawn(90, 2)], torch.zeros(VOCABULARY, dtype=torch.bool))

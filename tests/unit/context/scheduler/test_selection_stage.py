@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from sglang_ext.analysis import document_analysis
 from sglang_ext.analysis.document_analysis import Analysis, Cut
 from sglang_ext.analysis.texts import Texts
 from sglang_ext.context.compose.request import ComposedContext
-from sglang_ext.context.scheduler import document_analyses
+from sglang_ext.context.scheduler import composition, document_analyses
 from sglang_ext.context.scheduler.composition import Composition
 from sglang_ext.context.scheduler.document_analyses import DocumentAnalyses
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
@@ -27,7 +27,6 @@ from sglang_ext.context.selection.anchors import anchors_of
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.recompute_rules import Kept
 from sglang_ext.context.selection.strategies import partial_selection
-from sglang_ext.documents.summaries import SummaryTicket
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.stages import stages
@@ -54,6 +53,8 @@ class Analyser:
         self.heads, self.basis = heads, basis
         self.passes: list[list[int]] = []  # tokens of the documents of each
         self.broken: set[int] = set()  # tokens of documents that cannot be analysed
+        self.pieces = 0  # that were done
+        self.freed: list[list[int]] = []  # passes that were not done to their end
 
     def block_of(self, n: int, cut: Cut) -> int:
         return cut.block
@@ -71,6 +72,20 @@ class Analyser:
             raise ValueError("no such row")
         found = [self.analyse(ids, cut) for ids in documents]
         return found if whole else [each.part() for each in found]
+
+    def in_pieces(
+        self, documents: Sequence[Sequence[int]], cut: Cut, *, whole: bool = True
+    ) -> Generator[float, None, list[Analysis]]:
+        """A piece a token."""
+        found = self.analyse_all(documents, cut, whole=whole)
+        try:
+            for _ in range(sum(map(len, documents))):
+                self.pieces += 1
+                yield 1.0
+        except GeneratorExit:
+            self.freed.append([len(ids) for ids in documents])
+            raise
+        return found
 
 
 def selector(begin: Callable[..., Any] = lambda *args: lambda: None) -> SimpleNamespace:
@@ -349,13 +364,13 @@ def test_rule_sentences_waits_for_it_where_answers_are_measured_or_the_server_is
 
 def ingested(stage: SelectionStage) -> list[Any]:
     """Complete the prefill of all documents, which are to be analysed. Return their requests."""
-    composition: Any = Composition.__new__(Composition)
-    composition.analyses, composition._timer = stage.analyses, None
-    composition.composer = SimpleNamespace(gather=SimpleNamespace(finish=lambda: None))
-    composition._documents = SimpleNamespace(follow=lambda batch: [], run=None)
+    contexts: Any = Composition.__new__(Composition)
+    contexts.analyses, contexts._timer = stage.analyses, None
+    contexts.composer = SimpleNamespace(gather=SimpleNamespace(finish=lambda: None))
+    contexts._documents = SimpleNamespace(follow=lambda batch: [], run=None)
     own = [DocumentRequest(each.key, "default", array("q", each.ids), analyse=True) for each in DOCUMENTS]
     reqs = [request_shapes.request(end=len(each.ids), ragserve=each) for each in own]
-    composition.after_forward(SimpleNamespace(reqs=reqs))
+    contexts.after_forward(SimpleNamespace(reqs=reqs))
     return reqs
 
 
@@ -364,6 +379,7 @@ def test_a_cpu_computes_the_sensitivity_of_long_documents_for_rules_only_that_kn
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(document_analyses, "_LONGEST_ON_CPU", 30)
+    monkeypatch.setattr(composition, "TOGETHER", 30)  # of the step that prefills a document
     with opened(None) as store:
         for document in DOCUMENTS:
             document.put(store)
@@ -412,38 +428,3 @@ def test_a_request_with_its_selection_keeps_nothing_on_the_device(rule: str) -> 
         for each in (context.in_order, whole)
     )
     assert torch.equal(got, want)
-
-
-def test_waiting_requests_hold_no_more_analyses_than_the_budget() -> None:
-    """The first one goes on in any case, and each that has its selection makes room for the next."""
-    with opened(None) as store:
-        analysed(store, *DOCUMENTS, DOCUMENT)
-        stage = stage_of(store, Analyser(), memory_bytes=1)
-        contexts = [about(*DOCUMENTS[:2]), about(DOCUMENTS[2]), about(DOCUMENT)]
-        for context in contexts:
-            stage.add(context)
-        for settled in (1, 2, 3):
-            stage.advance(Step())
-            assert [context.decided is not None for context in contexts] == [n < settled for n in range(3)]
-        assert not stage.waits
-
-
-def test_what_a_request_waits_with_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(None) as store:
-        analysed(store, *DOCUMENTS, DOCUMENT)
-        analyser = Analyser()
-        nbytes = [analyser.analyse(each.ids, Analyser.cut).nbytes for each in DOCUMENTS]
-        stage = stage_of(store, analyser, memory_bytes=nbytes[0] + nbytes[1])
-        read = store.summary
-        slow = [DOCUMENTS[2].key]
-        monkeypatch.setattr(store, "summary", lambda key: SummaryTicket() if key in slow else read(key))
-        waits, second, last = about(DOCUMENTS[2]), about(*DOCUMENTS), about(DOCUMENT)
-        advanced(stage, waits, second, last)
-        assert len(second.in_order) == 2
-        assert last.in_order == []
-        assert last.decided is None, "the second holds all that the budget has"
-        slow.clear()
-        stage.analyses.read_only(())  # begins to read again
-        for _ in range(3):
-            stage.advance(Step())
-        assert all(each.decided is not None for each in (waits, second, last))

@@ -18,10 +18,12 @@ from sglang_ext.documents.summaries import SummaryTicket
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.wire.protocol import ContextPlan, Span
 from tests.unit.context.scheduler.test_selection_stage import (
+    DOCUMENT,
     DOCUMENTS,
     Analyser,
     about,
     advanced,
+    analysed,
     ingested,
     stage_of,
 )
@@ -141,3 +143,38 @@ def test_a_document_whose_analysis_fails_is_prefilled_all_the_same(monkeypatch: 
         context = about(*DOCUMENTS, rule="sensitivity")
         advanced(stage, context)
         assert (context.failure, context.unknown) == (None, [])
+
+
+def test_waiting_requests_hold_no_more_analyses_than_the_budget() -> None:
+    """The first one goes on in any case, and each that has its selection makes room for the next."""
+    with opened(None) as store:
+        analysed(store, *DOCUMENTS, DOCUMENT)
+        stage = stage_of(store, Analyser(), memory_bytes=1)
+        contexts = [about(*DOCUMENTS[:2]), about(DOCUMENTS[2]), about(DOCUMENT)]
+        for context in contexts:
+            stage.add(context)
+        for settled in (1, 2, 3):
+            stage.advance(Step())
+            assert [context.decided is not None for context in contexts] == [n < settled for n in range(3)]
+        assert not stage.waits
+
+
+def test_what_a_request_waits_with_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(None) as store:
+        analysed(store, *DOCUMENTS, DOCUMENT)
+        analyser = Analyser()
+        nbytes = [analyser.analyse(each.ids, Analyser.cut).nbytes for each in DOCUMENTS]
+        stage = stage_of(store, analyser, memory_bytes=nbytes[0] + nbytes[1])
+        read = store.summary
+        slow = [DOCUMENTS[2].key]
+        monkeypatch.setattr(store, "summary", lambda key: SummaryTicket() if key in slow else read(key))
+        waits, second, last = about(DOCUMENTS[2]), about(*DOCUMENTS), about(DOCUMENT)
+        advanced(stage, waits, second, last)
+        assert len(second.in_order) == 2
+        assert last.in_order == []
+        assert last.decided is None, "the second holds all that the budget has"
+        slow.clear()
+        stage.analyses.work_for(())  # begins to read again
+        for _ in range(3):
+            stage.advance(Step())
+        assert all(each.decided is not None for each in (waits, second, last))

@@ -1,0 +1,198 @@
+"""Analyses that take several scheduler steps: what they leave to other requests, and when they end early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+
+import pytest
+
+from sglang_ext.analysis.document_analysis import Analysis, Cut
+from sglang_ext.context.compose.request import ComposedContext
+from sglang_ext.context.scheduler import document_analyses
+from sglang_ext.context.scheduler.selection_stage import SelectionStage
+from sglang_ext.documents.tier_store import TierStore
+from tests.unit.context.scheduler.test_selection_stage import (
+    DOCUMENT,
+    DOCUMENTS,
+    Analyser,
+    Step,
+    about,
+    analysed,
+    stage_of,
+)
+from tests.unit.documents.document_samples import Sample, opened
+
+A_STEP = 7  # tokens
+LENGTH = 101
+LONG = Sample(9, LENGTH)
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_analyses, "_CPU_STEP_TOKENS", A_STEP)
+
+
+def begun(store: TierStore, analyser: Analyser, *contexts: ComposedContext) -> SelectionStage:
+    """A stage in which the analyses of these requests have had one step."""
+    stage = stage_of(store, analyser)
+    for context in contexts:
+        stage.add(context)
+    stage.advance(Step())
+    assert stage.analyses._pass is not None
+    return stage
+
+
+def finished(stage: SelectionStage) -> int:
+    """Advance until nobody waits; the number of steps."""
+    for count in range(1, 100):
+        stage.advance(Step())
+        if not stage.waits:
+            return count
+    raise AssertionError("it does not end")
+
+
+def test_a_step_does_so_many_tokens_and_other_requests_go_on() -> None:
+    with opened(None) as store:
+        LONG.put(store)
+        analysed(store, DOCUMENT)
+        analyser, slow = Analyser(), about(LONG)
+        stage = begun(store, analyser, slow)
+        assert analyser.pieces == A_STEP
+        other = about(DOCUMENT)
+        stage.add(other)
+        stage.advance(Step())
+        assert other.decided is not None
+        assert slow.decided is None
+        assert analyser.pieces == 2 * A_STEP
+        assert finished(stage) == -(-LENGTH // A_STEP) - 2
+        assert slow.decided is not None
+        assert analyser.passes == [[LENGTH]]
+        assert stage.analyses.stat() | {"computed": 1, "whole": 1} == stage.analyses.stat()
+        assert stage.analyses._pass is None
+
+
+def test_what_was_analysed_in_steps_is_stored() -> None:
+    with opened(None) as store:
+        LONG.put(store)
+        analyser = Analyser()
+        finished(begun(store, analyser, about(LONG)))
+        context = about(LONG)
+        stage = stage_of(store, analyser)
+        stage.add(context)
+        stage.advance(Step())
+        assert context.decided is not None
+        assert analyser.passes == [[LENGTH]], "another start reads it"
+
+
+def test_several_short_documents_share_a_step() -> None:
+    with opened(None) as store:
+        short = [Sample(20 + n, 2) for n in range(3)]
+        for document in short:
+            document.put(store)
+        analyser, context = Analyser(), about(*short)
+        stage = stage_of(store, analyser)
+        stage.add(context)
+        stage.advance(Step())
+        assert context.decided is not None
+        assert analyser.passes == [[2, 2, 2]]
+
+
+Leave = Callable[[SelectionStage, ComposedContext], None]
+
+
+def aborted(stage: SelectionStage, context: ComposedContext) -> None:
+    stage.drop_gone([])
+
+
+def retracted(stage: SelectionStage, context: ComposedContext) -> None:
+    stage.drop(context)
+
+
+def removed(stage: SelectionStage, context: ComposedContext) -> None:
+    stage.analyses.forget([LONG.key])
+
+
+def evicted(stage: SelectionStage, context: ComposedContext) -> None:
+    """In no tier any more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage._locator, "resolve", lambda context: [1])
+        stage.advance(Step())
+
+
+@pytest.mark.parametrize("leave", [aborted, retracted, removed, evicted])
+def test_an_analysis_that_nobody_needs_any_more_frees_what_it_has_done(leave: Leave) -> None:
+    with opened(None) as store:
+        for document in (LONG, DOCUMENT):
+            document.put(store)
+        analyser, context = Analyser(), about(LONG)
+        stage = begun(store, analyser, context)
+        leave(stage, context)
+        assert analyser.freed == [[LENGTH]]
+        assert stage.analyses._pass is None
+        stage.drop_gone([])
+        other = about(DOCUMENT)
+        stage.add(other)
+        finished(stage)
+        assert other.decided is not None
+
+
+def test_an_analysis_that_another_request_needs_goes_on() -> None:
+    with opened(None) as store:
+        LONG.put(store)
+        analyser, gone, stays = Analyser(), about(LONG), about(LONG)
+        stage = begun(store, analyser, gone, stays)
+        stage.drop(gone)
+        finished(stage)
+        assert stays.decided is not None
+        assert analyser.passes == [[LENGTH]]
+
+
+@pytest.mark.parametrize("keys", [[DOCUMENTS[0].key], None], ids=["one", "any"])
+def test_an_analysis_of_a_document_that_is_removed_meanwhile_is_not_kept(keys: list[str] | None) -> None:
+    with opened(None) as store:
+        for document in DOCUMENTS[:2]:
+            document.put(store)
+        context = about(*DOCUMENTS[:2])
+        stage = begun(store, Analyser(), context)
+        store.remove(DOCUMENTS[0].key, "default")
+        stage.analyses.forget(keys)
+        finished(stage)
+        assert context.decided is not None, "here its KV was found all the same"
+        kept = {name[0] for name in stage.analyses._cache._entries}
+        assert kept == ({DOCUMENTS[1].key} if keys else set())
+        assert store.summary(DOCUMENTS[0].key).data is None
+        assert store.summary(DOCUMENTS[1].key).data is not None
+
+
+class Failing(Analyser):
+    """Fails in the middle of a pass with a document of 50 tokens."""
+
+    def in_pieces(
+        self, documents: Sequence[Sequence[int]], cut: Cut, *, whole: bool = True
+    ) -> Generator[float, None, list[Analysis]]:
+        made = super().in_pieces(documents, cut, whole=whole)
+        for done in range(1000):
+            if done == 2 * A_STEP + 1 and 50 in map(len, documents):
+                raise MemoryError("no room")
+            try:
+                yield next(made)
+            except StopIteration as end:
+                found: list[Analysis] = end.value
+                return found
+        raise AssertionError("it has more pieces than tokens")
+
+
+def test_a_failure_in_a_later_step_fails_that_analysis_alone() -> None:
+    with opened(None) as store:
+        for document in (*DOCUMENTS, LONG):
+            document.put(store)
+        analyser = Failing()
+        good, bad, later = about(*DOCUMENTS[:2]), about(DOCUMENTS[0], DOCUMENTS[2]), about(LONG)
+        stage = begun(store, analyser, good, bad, later)
+        finished(stage)
+        assert (good.failure, later.failure) == (None, None)
+        assert good.decided is not None
+        assert later.decided is not None
+        assert "out of memory" in str(bad.failure)
+        assert stage.analyses._pass is None
+        assert not stage.analyses._alone
