@@ -41,9 +41,9 @@ def make_rows(
     most: int,
     on_progress: Callable[[str, str], None],
 ) -> list[TrainingRow]:
-    """Make at most ``most`` rows, up to four a chunk. Chunks and users' questions that do not fit into a prompt of
-    ``room`` tokens are left out. Raises NotFound for an unknown namespace, and InvalidRequest
-    for one without passages."""
+    """Make at most ``most`` rows, up to four a chunk. Chunks and users' questions that do not fit into a
+    prompt of ``room`` tokens are left out. Raises NotFound for an unknown namespace, and InvalidRequest for
+    one without passages."""
     return asyncio.run(_make(settings, namespace, model, builder, room, most, on_progress))
 
 
@@ -150,7 +150,12 @@ class _RowMaker:
             if (chunk is not None and each.text == chunk.text)
             or contains_answer(f"{each.title} {each.text}", question.references)
         ]
-        parts = question.references if question.kind == "pair" else question.references[:1]
+        is_pair = question.kind == "pair"  # about two chunks, of which one is known here
+        own = [place for place in gold if chunk is not None and shown[place].text == chunk.text]
         return TrainingRow(
-            question=question.text, answer=", ".join(parts), passages=tuple(shown), gold=tuple(gold)
+            question=question.text,
+            answer=", ".join(question.references if is_pair else question.references[:1]),
+            passages=tuple(shown),
+            gold=tuple(gold),
+            about=() if is_pair else tuple(own),
         )

@@ -1,7 +1,8 @@
 """Questions to train with: JSON lines, plain, .gz or .xz.
 
 A row is ``{question, answer, passages: [{title, text}], gold: [numbers]}``. ``passages``: what a search would
-find, best first; ``gold``: those of them that hold the answer, counted from 0. ``answer`` may be null: it is
+find, best first; ``gold``: those of them that hold the answer, counted from 0; ``about``: those of them that the
+question was made from, where others hold its answer by chance. ``answer`` may be null: it is
 for the guards alone, as training goes by what the model itself says over the whole prompt. Other fields are
 ignored."""
 
@@ -48,11 +49,13 @@ class TrainingRow(BaseModel):
     answer: _NonEmpty | None = None
     passages: Annotated[tuple[TrainingPassage, ...], Field(min_length=1)]
     gold: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    about: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
     @model_validator(mode="after")
     def _gold_exists(self) -> TrainingRow:
-        if any(number >= len(self.passages) for number in self.gold):
-            raise ValueError(f"gold names a passage that is not among the {len(self.passages)}")
+        for name in ("gold", "about"):
+            if any(number >= len(self.passages) for number in getattr(self, name)):
+                raise ValueError(f"{name} names a passage that is not among the {len(self.passages)}")
         return self
 
     @property
@@ -61,9 +64,14 @@ class TrainingRow(BaseModel):
         return {self.passages[number].text for number in self.gold}
 
     @property
+    def subjects(self) -> set[str]:
+        """The passages that the question is about: ``about``, or else all that answer."""
+        return {self.passages[number].text for number in self.about or self.gold}
+
+    @property
     def subject(self) -> str:
         """Equal for questions about all the same passages."""
-        about = [self.passages[number].text for number in sorted(self.gold)] or [self.question]
+        about = sorted(self.subjects) or [self.question]
         return hashlib.sha256("\0".join(about).encode()).hexdigest()
 
 
@@ -99,8 +107,8 @@ def digest_of_rows(rows: Sequence[TrainingRow]) -> str:
 def divided(
     rows: Sequence[TrainingRow], held_out: int, seed: int
 ) -> tuple[list[TrainingRow], list[TrainingRow]]:
-    """Divide rows into those to train with and at most ``held_out`` others, a fifth at most, none of whose
-    gold passages a question of the first is about: other rows about one of them are left out. Raises
+    """Divide rows into those to train with and at most ``held_out`` others, a fifth at most. No row is
+    trained with that is about a passage which a held-out one is about (`TrainingRow.subjects`). Raises
     InvalidRequest for fewer rows than `LEAST`, and where too few are held out or left."""
     if len(rows) < LEAST:
         raise InvalidRequest(
@@ -118,8 +126,8 @@ def divided(
             chosen.add(subject)
             count += sizes[subject]
     held = [row for row in rows if row.subject in chosen]
-    taken = {text for row in held for text in row.gold_texts}
-    train = [row for row in rows if row.subject not in chosen and not taken & row.gold_texts]
+    taken = {text for row in held for text in row.subjects}
+    train = [row for row in rows if row.subject not in chosen and not taken & row.subjects]
     if len(held) < LEAST_HELD_OUT or len(train) < LEAST - LEAST_HELD_OUT:
         raise InvalidRequest(
             f"Only {len(held)} of {len(rows)} questions can be held out, with {len(train)} about other "

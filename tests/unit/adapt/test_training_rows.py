@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragserve.adapt.training_rows import TrainingRow, divided
+from ragserve.adapt.training_rows import TrainingPassage, TrainingRow, divided
 from ragserve.errors import RagserveError
 from tests.unit.adapt.tiny_models import rows
 
@@ -28,3 +28,16 @@ def test_questions_that_are_all_about_few_passages() -> None:
     given = [row.model_copy(update={"passages": rows(2)[n % 2].passages}) for n, row in enumerate(rows(60))]
     with pytest.raises(RagserveError, match=r"Only 0 of 60 questions can be held out.*same gold passages"):
         divided(given, 12, 0)
+
+
+def test_passages_that_hold_an_answer_by_chance_keep_no_row_from_training() -> None:
+    """All rows share one, beside that which each was made from."""
+    shared = TrainingPassage(title="Years", text="1984 was a year.")
+    given = [
+        row.model_copy(update={"passages": (*row.passages, shared), "gold": (0, 4), "about": (0,)})
+        for row in rows(60)
+    ]
+    train, held = divided(given, 12, 0)
+    assert (len(train), len(held)) == (48, 12)
+    with pytest.raises(RagserveError, match="about other passages"):
+        divided([row.model_copy(update={"about": ()}) for row in given], 12, 0)
