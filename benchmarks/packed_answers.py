@@ -3,8 +3,9 @@
     python -m benchmarks.packed_answers MODEL OUT_DIR SETS_DIR SECONDS
 
 Greedy answers over whole prompts and over composed ones with nothing recomputed, which are laid out as the
-engine composes them. For machines that a start of an engine takes too long on. OUT_DIR gets rows-0.jsonl and
-eval.json, from which `benchmarks.answer_table` makes a table; a part of every set is asked before the next."""
+engine composes them. For machines that a start of an engine takes too long on. OUT_DIR gets
+rows-0.jsonl and eval.json, from which `benchmarks.answer_table` makes a table. A part of every set is asked
+before the next."""
 
 from __future__ import annotations
 

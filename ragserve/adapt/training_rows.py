@@ -1,10 +1,9 @@
 """Questions to train with: JSON lines, plain, .gz or .xz.
 
 A row is ``{question, answer, passages: [{title, text}], gold: [numbers]}``. ``passages``: what a search would
-find, best first; ``gold``: those of them that hold the answer, counted from 0; ``about``: those of them that the
-question was made from, where others hold its answer by chance. ``answer`` may be null: it is
-for the guards alone, as training goes by what the model itself says over the whole prompt. Other fields are
-ignored."""
+find, best first; ``gold``: those of them that hold the answer, counted from 0; ``about``: those that the
+question was made from, where others hold its answer by chance. ``answer`` may be null: it is for the guards
+alone, as training goes by what the model itself says over the whole prompt. Other fields are ignored."""
 
 from __future__ import annotations
 
