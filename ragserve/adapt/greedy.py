@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ragserve.adapt.composed_attention import DecodeAttention
@@ -54,19 +55,42 @@ def _found(
     """Answers and, with ``keep``, hidden states, by prompt and question."""
     import torch
 
-    found: list[tuple[list[list[int]], list[torch.Tensor]]] = [([], []) for _ in prompts]
-    sizes = [(len(each.tails), each.context + max(map(len, each.tails)) + tokens) for each in prompts]
+    room = _cached_bytes(model.device) // model.kv_bytes
+    owners: list[int] = []
+    pieces: list[TrainingSequence] = []
+    for number, each in enumerate(prompts):
+        divided = _divided(each, max(1, room // _longest(each, tokens)))
+        pieces += divided
+        owners += [number] * len(divided)
+    said: dict[int, list[tuple[list[int], torch.Tensor]]] = {}
+    sizes = [(len(each.tails), _longest(each, tokens)) for each in pieces]
     with torch.no_grad():  # no inference tensors, which a step could not be computed with
-        for numbers in _batches(model, sizes):
+        for numbers in _batches(room, sizes):
             on_batch()
-            batch = [prompts[number] for number in numbers]
-            owners = [number for number in numbers for _ in prompts[number].tails]
-            hidden, cache, lengths = _prefilled(model, batch)
-            for owner, (ids, states) in zip(
-                owners, _decoded(model, hidden, cache, lengths, tokens, keep=keep), strict=True
-            ):
-                found[owner][0].append(ids)
-                found[owner][1].append(states)
+            hidden, cache, lengths = _prefilled(model, [pieces[number] for number in numbers])
+            decoded = iter(_decoded(model, hidden, cache, lengths, tokens, keep=keep))
+            for number in numbers:
+                said[number] = [next(decoded) for _ in pieces[number].tails]
+    found: list[tuple[list[list[int]], list[torch.Tensor]]] = [([], []) for _ in prompts]
+    for number, owner in enumerate(owners):
+        for ids, states in said[number]:
+            found[owner][0].append(ids)
+            found[owner][1].append(states)
+    return found
+
+
+def _longest(one: TrainingSequence, tokens: int) -> int:
+    return one.context + max(map(len, one.tails)) + tokens
+
+
+def _divided(one: TrainingSequence, most: int) -> list[TrainingSequence]:
+    """A prompt's questions in prompts of at most ``most``, each of which has a copy of the passages' KV when
+    it is answered."""
+    asked = [(one.question, one.answer), *one.more]
+    found = []
+    for at in range(0, len(asked), most):
+        (question, answer), *more = asked[at : at + most]
+        found.append(replace(one, question=question, answer=answer, more=more))
     return found
 
 
@@ -75,10 +99,9 @@ def text_of(model: AdaptedModel, ids: Sequence[int]) -> str:
     return str(model.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
 
-def _batches(model: AdaptedModel, sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-    """Numbers of prompts of about the same length. ``sizes``: questions, and tokens of the longest with its
-    answer."""
-    room = _cached_bytes(model.device) // model.kv_bytes
+def _batches(room: int, sizes: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Numbers of prompts of about the same length, of ``room`` tokens together if that can be. ``sizes``:
+    questions, and tokens of the longest with its answer."""
     batch: list[int] = []
     asked = 0
     for number in sorted(range(len(sizes)), key=lambda each: sizes[each][1]):

@@ -228,8 +228,13 @@ def test_what_the_base_said_teaches_as_the_base_does(model: AdaptedModel) -> Non
     torch.testing.assert_close(mixed, wanted, rtol=1e-3, atol=1e-5)
 
 
-def test_questions_over_the_same_passages_are_answered_as_if_alone(model: AdaptedModel) -> None:
-    """In one pass over the passages: answers, what predicts them, and their loss."""
+@pytest.mark.parametrize("room", [10**9, 150], ids=["together", "few at once"])
+def test_questions_over_the_same_passages_are_answered_as_if_alone(
+    model: AdaptedModel, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """In one pass over the passages, if their KV for all has room: answers, what predicts them, and their
+    loss."""
+    monkeypatch.setattr(greedy, "_CACHED_CPU", room * model.kv_bytes)
     several, alone = [], []
     for seed, composed in enumerate((True, False, True)):
         one = replace(sequence((9, 17, 31, 6, 1), composed=composed, seed=seed), answer=())

@@ -132,13 +132,11 @@ def test_time_may_end_among_the_answers_of_a_block(
     assert known[0].seconds >= 15
 
 
-def test_batches_of_answers_are_bound_by_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(folder)
-    assert model.kv_bytes == 2 * 2 * 2 * 8 * 4
-    monkeypatch.setattr(greedy, "_CACHED_CPU", 100 * model.kv_bytes)
-    assert [len(each) for each in greedy._batches(model, [(1, 20)] * 12)] == [5, 5, 2]
-    assert [len(each) for each in greedy._batches(model, [(1, 400)] * 2)] == [1, 1]
-    assert [len(each) for each in greedy._batches(model, [(2, 20)] * 5)] == [2, 2, 1]
+def test_batches_of_answers_are_bound_by_room(folder: Path) -> None:
+    assert load(folder).kv_bytes == 2 * 2 * 2 * 8 * 4
+    assert [len(each) for each in greedy._batches(100, [(1, 20)] * 12)] == [5, 5, 2]
+    assert [len(each) for each in greedy._batches(100, [(1, 400)] * 2)] == [1, 1]
+    assert [len(each) for each in greedy._batches(100, [(2, 20)] * 5)] == [2, 2, 1]
 
 
 def test_a_checkpoint_without_its_optimiser_goes_on_with_a_new_one(folder: Path, tmp_path: Path) -> None:
