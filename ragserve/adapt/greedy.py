@@ -146,7 +146,9 @@ def _prefilled(
             kept = (attention.turned(layer.keys), layer.values)
             own.append(tuple(each[0].transpose(0, 1)[rows].transpose(1, 2) for each in kept))  # type: ignore[arg-type]
             layer.keys = layer.values = None  # frees a layer once its copies are made
-    joined = [tuple(torch.cat(each) for each in zip(*own, strict=True)) for own in layers]
+    joined = []
+    while layers:  # frees a layer's parts once they are joined
+        joined.append(tuple(torch.cat(each) for each in zip(*layers.pop(0), strict=True)))
     return torch.cat(states), joined, lengths  # type: ignore[return-value]
 
 

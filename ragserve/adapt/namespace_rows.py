@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ragserve.verification.question_probes import Probes
 
 _AT_ONCE, _AT_ONCE_ON_GPU = 64, 256  # chunks that are asked about together
-_OTHERS = 3  # further questions about a chunk
+_OTHERS = 3  # further questions about a chunk, at most
 _TWO_OF = 4  # one chunk of so many is asked about together with the nearest other
 
 
@@ -41,9 +41,9 @@ def make_rows(
     most: int,
     on_progress: Callable[[str, str], None],
 ) -> list[TrainingRow]:
-    """Make at most ``most`` rows, up to four a chunk. Chunks and users' questions that do not fit into a
-    prompt of ``room`` tokens are left out. Raises NotFound for an unknown namespace, and InvalidRequest for
-    one without passages."""
+    """Make at most ``most`` rows: one a chunk, and up to four where there are few chunks. Chunks and users'
+    questions that do not fit into a prompt of ``room`` tokens are left out. Raises NotFound for an unknown
+    namespace, and InvalidRequest for one without passages."""
     return asyncio.run(_make(settings, namespace, model, builder, room, most, on_progress))
 
 
@@ -74,7 +74,9 @@ async def _make(
         stack.push_async_callback(retriever.close)
         search = PassageSearch(retriever)
         probes = Probes(BatchedEngine(model), search, builder, namespace, room)
-        maker = _RowMaker(probes, search, settings, namespace, builder, room)
+        chunks = store.namespace(namespace).n_chunks
+        others = min(_OTHERS, (most - 1) // max(chunks, 1))
+        maker = _RowMaker(probes, search, settings, namespace, builder, room, others)
         at_once = _AT_ONCE_ON_GPU if model.device.type == "cuda" else _AT_ONCE
         while len(rows) < most:
             batch = [each for _ in range(at_once) if (each := next(source, None)) is not None]
@@ -96,7 +98,8 @@ async def _make(
 
 
 class _RowMaker:
-    """Makes rows with one search and prober. ``too_long``: chunks and questions that did not fit so far."""
+    """Makes rows with one search and prober; ``others``: further questions about a chunk. ``too_long``:
+    chunks and questions that did not fit so far."""
 
     def __init__(
         self,
@@ -106,7 +109,9 @@ class _RowMaker:
         namespace: str,
         builder: PromptBuilder,
         room: int,
+        others: int,
     ) -> None:
+        self._others = others
         self._probes, self._search, self._namespace = probes, search, namespace
         self._builder, self._room = builder, room
         self.too_long = 0
@@ -132,7 +137,7 @@ class _RowMaker:
         if (first := await self._probes.about(about, two=two)) is None:
             return []
         with suppress(PromptTooLong):
-            return [first, *await self._probes.others(about, first, _OTHERS)]
+            return [first, *await self._probes.others(about, first, self._others)]
         return [first]
 
     async def _row(self, question: DrawnQuestion, chunk: Chunk | None) -> TrainingRow:

@@ -47,11 +47,11 @@ def forget_outdated(data_dir: Path, store: IndexStore, dropped: Collection[str] 
     not say when their namespace was made, and stay. What cannot be read or removed is logged.
 
     Raises the errors of a registry that cannot be read."""
-    try:
-        for folder in sorted((data_dir / FOLDER).glob("*")):
+    for folder in sorted((data_dir / FOLDER).glob("*")):
+        try:
             rows.strip(folder)
-    except OSError as error:
-        log.warning("Texts in rows of earlier versions may be left on disk: %s", error)
+        except OSError as error:
+            log.warning("Texts in rows of earlier versions may be left on disk: %s", error)
     measured: dict[str, set[float]] = {name: set() for name in dropped}
     for file in (gate, in_use):
         try:

@@ -146,7 +146,8 @@ class Probes:
             if question is None or question in asked:
                 break
             asked.append(question)
-            if (answer := await self._stands(question, [chunk])) is not None:
+            answer = await self._stands(question, [chunk])
+            if answer is not None and not contains_answer(question, [answer]):
                 found.append(replace(first, text=question, references=(answer,)))
         return found
 

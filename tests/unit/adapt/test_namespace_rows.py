@@ -51,6 +51,8 @@ def test_rows_have_the_passage_that_answers_among_those_that_a_search_finds(
         assert row.gold
         assert any(row.answer in row.passages[at].text for at in row.gold)
         assert 2 <= len(row.passages) <= 3
+        assert set(row.about) <= set(row.gold)
+        assert len(row.about) == (not row.question.startswith("Answer both"))
     assert len({row.question for row in rows}) == len(rows)
 
 
