@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,12 @@ from ragserve.retrieval.remote_reranker import RemoteReranker, is_remote, public
 from ragserve.retrieval.reranker import CrossEncoderReranker, Reranker, reranker_names
 from ragserve.retrieval.search_options import KEYS
 from sglang_ext.wire.joint_names import names_of
+from sglang_ext.wire.score_limits import DOCUMENT_TOKENS, SYSTEM_TOKENS
 
 if TYPE_CHECKING:
     from ragserve_index.types import Chunk
 
-_MAX_TOKENS = 65_536  # of the candidates: bounds the message to the engine and its work
+log = logging.getLogger(__name__)
 
 
 class KeyReranker:
@@ -27,7 +29,8 @@ class KeyReranker:
 
     One pass of system text and question through the model; no document's KV is loaded. Only documents that
     were analysed have a score, and only the first candidates of 65,536 tokens in all. A score grows with the
-    question's length: it says nothing about another question."""
+    question's length: it says nothing about another question. Behind a system text of over 4,096 tokens no
+    document has one."""
 
     comparable = False
 
@@ -50,8 +53,16 @@ class KeyReranker:
             )
         if not chunks:
             return []
-        documents = await asyncio.to_thread(self._documents, chunks)
         scores: list[float | None] = [None] * len(chunks)
+        system = self._prompts.system_ids()
+        if len(system) > SYSTEM_TOKENS:
+            log.warning(
+                "rerank=keys leaves the search's order: the system text has %d tokens, and %d are the most",
+                len(system),
+                SYSTEM_TOKENS,
+            )
+            return scores
+        documents = await asyncio.to_thread(self._documents, chunks)
         for name in names_of(namespace):  # a score rests on the question and one document
             own = [
                 place
@@ -63,7 +74,7 @@ class KeyReranker:
             answer = await engine.control(
                 "score",
                 namespace=name,
-                system=self._prompts.system_ids(),
+                system=system,
                 question=self._prompts.question_ids(question),
                 documents=[documents[place] for place in own],
             )
@@ -73,7 +84,7 @@ class KeyReranker:
 
     def _documents(self, chunks: Sequence[Chunk]) -> list[list[int]]:
         documents: list[list[int]] = []
-        room = _MAX_TOKENS
+        room = DOCUMENT_TOKENS
         for chunk in chunks:
             ids = self._prompts.document_ids(chunk.title, chunk.text)
             room -= len(ids)

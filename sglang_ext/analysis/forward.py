@@ -25,7 +25,7 @@ from sglang_ext.versions import run_layer
 ROWS = 8192  # rows that go through a layer at once
 CPU_ROWS = 2048  # as many on a CPU: what a layer computes of more leaves the processor's caches
 _CPU_PAIRS = 2**23  # of query and key, in one layer: long texts go through it in fewer rows at once on a CPU
-_PAIRS_PER_ROW = 1024  # that take about as long as a row's products with the weights, in a small model
+PAIRS_PER_ROW = 1024  # of query and key: about as much as a row's products with the weights, in a small model
 _QUERIES = 1024  # rows of one attention call: bounds its mask
 _KEPT_MASK = 2**20  # elements of the largest mask that serves all layers
 _LARGE = (0, 0)  # where the memory of larger ones is, which are made again
@@ -225,9 +225,9 @@ def pieces(model_runner: Any, texts: Sequence[Text], observe: Observer) -> Itera
             backend.first = rows.start
             with suppress(LayersComplete), forward_context(ForwardContext(attn_backend=backend)):
                 hidden[i], residual[i] = run_layer(layer, positions[rows], hidden[i], batches[i], residual[i])
-            yield (rows.stop - rows.start + pairs / _PAIRS_PER_ROW) / len(layers)
+            yield (rows.stop - rows.start + pairs / PAIRS_PER_ROW) / len(layers)
         for pairs in observe(number, backend.states()) or ():
-            yield pairs / _PAIRS_PER_ROW / len(layers)
+            yield pairs / PAIRS_PER_ROW / len(layers)
 
 
 def _chunks(lengths: Sequence[int], *, on_cpu: bool) -> Iterator[tuple[slice, int]]:

@@ -18,6 +18,7 @@ from sglang_ext.context.selection.document_scores import document_scores
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.tensors.rope import Rotation
 from sglang_ext.wire.protocol import PlanError, document_key
+from sglang_ext.wire.score_limits import DOCUMENT_TOKENS, SYSTEM_TOKENS
 
 _READ_S = 5.0  # of waiting for analyses on disk; those that take longer have no score
 _QUESTION_TOKENS = 256  # the last ones of a longer question
@@ -40,10 +41,16 @@ class DocumentScorer:
         analysis; or what to ask again with while analyses are read.
 
         ``system`` and ``question`` are token ids; ``now``: seconds, the same on every rank. Raises PlanError
-        for a question without tokens."""
+        for a question without tokens, and for more documents or system text than `score_limits`."""
         system, question = list(body["system"]), list(body["question"])[-_QUESTION_TOKENS:]
         if not question:
             raise PlanError("a question without tokens ranks nothing")
+        tokens = sum(map(len, body["documents"]))
+        if tokens > DOCUMENT_TOKENS or len(system) > SYSTEM_TOKENS:
+            raise PlanError(
+                f"score takes at most {DOCUMENT_TOKENS:,} tokens of documents and {SYSTEM_TOKENS:,} of "
+                f"system text, not {tokens:,} and {len(system):,}: send fewer or shorten it"
+            )
         until = body.get("pending") or body["now"] + _READ_S
         namespace = str(body["namespace"])
         keys = [document_key(namespace, fingerprint, array("q", ids)) for ids in body["documents"]]

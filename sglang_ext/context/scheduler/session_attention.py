@@ -18,7 +18,7 @@ import torch
 
 from sglang_ext.analysis.analyser import Analyser
 from sglang_ext.analysis.document_analysis import Analysis, quantize
-from sglang_ext.analysis.forward import Kv, LayerState, Text, run
+from sglang_ext.analysis.forward import PAIRS_PER_ROW, Kv, LayerState, Text, run
 from sglang_ext.context.selection.blocks import Blocks
 from sglang_ext.context.selection.choose import Selector
 from sglang_ext.context.selection.signals.attention import attention
@@ -34,6 +34,9 @@ _LARGEST_BLOCK = 64
 # Tokens that the model runs for one question, while all other requests wait. SGLang drops the end of a
 # dialogue first, so all of its last turn may be among them.
 _MOST_TOKENS = 4096
+# On a CPU also the work, in tokens that go through all layers: about a second of a small model. A row costs
+# as much as 33 behind 32,768 tokens.
+_CPU_MOST_WORK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class SessionAttention:
     def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``attention``: for each of the ``parts`` one number a sentence, from 0 to 1, the highest of
         all parts 1; None for a part whose KV is not all there, and for all parts where more than
-        `_MOST_TOKENS` tokens would have to be computed.
+        `_MOST_TOKENS` tokens would have to be computed, or on a CPU more than `_CPU_MOST_WORK`.
 
         ``key``: the session's. ``prompts``: token ids that were computed under it. ``question``: token ids,
         as they would follow the last prompt. ``parts``: see `TurnPart.of`. Raises PlanError."""
@@ -104,13 +107,18 @@ class SessionAttention:
         found: list[list[float] | None] = [None] * len(parts)
         held = [n for n, part in enumerate(parts) if part.span.end <= there[part.prompt]]
         behind = [*prompts[-1][there[-1] :], *question]
-        if held and len(behind) <= _MOST_TOKENS:
+        if held and self._in_time(len(behind), there[-1]):
             rows = [slots[parts[n].prompt][parts[n].span.start : parts[n].span.end] for n in held]
             query = self._query(slots[-1], behind)
             shares = self._signal([parts[n] for n in held], rows, query, there[-1] + len(behind), question)
             for n, own in zip(held, shares.split([len(parts[n].begins) for n in held]), strict=True):
                 found[n] = [round(share, 4) for share in own.tolist()]
         return {"attention": found}
+
+    def _in_time(self, rows: int, before: int) -> bool:
+        """Whether all others can wait while ``rows`` tokens run behind ``before`` others."""
+        work = rows * (1 + (before + rows / 2) / PAIRS_PER_ROW)
+        return rows <= _MOST_TOKENS and (self._device.type != "cpu" or work <= _CPU_MOST_WORK)
 
     def _held(self, ids: array[int], key: str) -> torch.Tensor:
         """Slots, int64 on the device, of the leading tokens that are held, exact or composed: the longer."""

@@ -10,7 +10,7 @@ queries and keys of an attention head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -19,6 +19,8 @@ from sglang_ext.analysis.document_analysis import Analysis
 from sglang_ext.context.selection.queries import CHUNK_BYTES
 from sglang_ext.context.selection.sentences import SINKS
 from sglang_ext.tensors.rope import Rotation
+
+_TOGETHER = 65_536  # tokens of documents that are scored together, each counted as long as the longest
 
 
 def document_scores(
@@ -29,6 +31,28 @@ def document_scores(
     ``queries`` f32 [layers, T, heads, head_dim]: those of the question's tokens, rotated for positions from
     ``start`` on. Each document is scored as if it stood right before the question. Its first `SINKS` tokens
     do not count, unless it has no others."""
+    total = torch.zeros(len(analyses), device=queries.device)
+    for places in _groups([each.n_tokens for each in analyses]):
+        total[places] = _scores(queries, start, [analyses[place] for place in places], rotation)
+    return total
+
+
+def _groups(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Places of documents of about one length: beside a long one, each short one would cost as much as it."""
+    group: list[int] = []
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if group and (len(group) + 1) * lengths[place] > _TOGETHER:
+            yield group
+            group = []
+        group.append(place)
+    if group:
+        yield group
+
+
+def _scores(
+    queries: torch.Tensor, start: int, analyses: Sequence[Analysis], rotation: Rotation
+) -> torch.Tensor:
+    """`document_scores` of documents that are padded to the longest of them."""
     tokens, dim, device = queries.shape[1], queries.shape[-1], queries.device
     keys, scale = (
         pad_sequence([getattr(each, name).to(device) for each in analyses], batch_first=True)

@@ -224,6 +224,17 @@ def test_keys_are_asked_of_the_engine_by_the_documents_of_prompts() -> None:
     assert [score is None for score in scores] == [*(len(ids) % 2 == 1 for ids in body["documents"]), True]
 
 
+def test_keys_leave_the_order_behind_a_system_text_that_is_too_long(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine, chunk = Caching(), Chunk(0, "d", 0, "a b ", 0, 1, None, 1, "s", "T", {})
+    prompts = PromptBuilder.load(DEFAULT_MODEL, "\u2603" * 2500)  # several tokens a character
+    assert len(prompts.system_ids()) > 4096
+    assert asyncio.run(KeyReranker(engine, prompts).scores("space", "Who?", [chunk, chunk])) == [None, None]
+    assert not engine.bodies
+    assert sum("4096 are the most" in line for line in caplog.messages) == 1
+
+
 def test_what_auto_may_choose_is_found_once_for_a_query(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,14 @@ def test_a_read_is_waited_for_and_given_up(scorer: DocumentScorer, tiers: Tiers)
     assert [score is None for score in scores] == [True, False, True]
 
 
+@pytest.mark.parametrize("more", ["documents", "system"])
+def test_no_more_is_scored_in_one_step_than_others_can_wait_for(scorer: DocumentScorer, more: str) -> None:
+    most: dict[str, Any] = {"documents": [[1] * 65_000, [2] * 536], "system": [1] * 4096}
+    assert ask(scorer, **most)["scores"] == [None, None]
+    with pytest.raises(PlanError, match="at most 65,536 tokens of documents and 4,096 of system text"):
+        ask(scorer, **most | {more: [*most[more], [3] if more == "documents" else 3]})
+
+
 def test_a_question_without_tokens_is_refused(scorer: DocumentScorer) -> None:
     with pytest.raises(PlanError, match="without tokens"):
         ask(scorer, question=[])

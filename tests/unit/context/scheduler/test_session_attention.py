@@ -149,6 +149,24 @@ def test_no_more_than_the_most_tokens_are_computed(
     assert ask(turns) == [None, None], "the end of the last prompt is not held"
 
 
+@pytest.mark.parametrize("lacks", [2, 7])
+def test_what_the_tokens_attend_to_counts_on_a_cpu(
+    tree: Tree, turns: SessionAttention, monkeypatch: pytest.MonkeyPatch, lacks: int
+) -> None:
+    """As many tokens are computed behind little as are too many behind much."""
+    monkeypatch.setattr(session_attention, "PAIRS_PER_ROW", 1)
+    before, rows = len(SECOND) - lacks, lacks + len(QUESTION)
+    hold(tree, len(FIRST), before)
+    parts, work = PARTS[:1], rows * (1 + before + rows / 2)
+    monkeypatch.setattr(session_attention, "_CPU_MOST_WORK", work)
+    assert None not in ask(turns, parts=parts)
+    monkeypatch.setattr(session_attention, "_CPU_MOST_WORK", work - 1)
+    assert ask(turns, parts=parts) == [None]
+    fewer = [FIRST, SECOND[:4]]
+    tree.slots[tuple(SECOND[:4])] = tree.slots[tuple(SECOND)][:4]
+    assert None not in ask(turns, parts=parts, prompts=fewer, question=[1] * rows), "behind nothing"
+
+
 def test_another_question_attends_elsewhere(tree: Tree, turns: SessionAttention) -> None:
     hold(tree, len(FIRST), len(SECOND))
     assert ask(turns) != ask(turns, question=[12, 30])
