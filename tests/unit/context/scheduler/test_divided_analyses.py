@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sglang_ext.analysis.document_analysis import Analysis, Cut
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.scheduler import document_analyses
+from sglang_ext.context.scheduler.composition import Composition
+from sglang_ext.context.scheduler.release_queue import ReleaseQueue
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.documents.tier_store import TierStore
+from sglang_ext.process import hook_functions
 from tests.unit.context.scheduler.test_selection_stage import (
     DOCUMENT,
     DOCUMENTS,
     Analyser,
-    Step,
     about,
     analysed,
     stage_of,
@@ -37,7 +41,7 @@ def begun(store: TierStore, analyser: Analyser, *contexts: ComposedContext) -> S
     stage = stage_of(store, analyser)
     for context in contexts:
         stage.add(context)
-    stage.advance(Step())
+    stage.advance()
     assert stage.analyses._pass is not None
     return stage
 
@@ -45,7 +49,7 @@ def begun(store: TierStore, analyser: Analyser, *contexts: ComposedContext) -> S
 def finished(stage: SelectionStage) -> int:
     """Advance until nobody waits; the number of steps."""
     for count in range(1, 100):
-        stage.advance(Step())
+        stage.advance()
         if not stage.waits:
             return count
     raise AssertionError("it does not end")
@@ -60,7 +64,7 @@ def test_a_step_does_so_many_tokens_and_other_requests_go_on() -> None:
         assert analyser.pieces == A_STEP
         other = about(DOCUMENT)
         stage.add(other)
-        stage.advance(Step())
+        stage.advance()
         assert other.decided is not None
         assert slow.decided is None
         assert analyser.pieces == 2 * A_STEP
@@ -71,6 +75,28 @@ def test_a_step_does_so_many_tokens_and_other_requests_go_on() -> None:
         assert stage.analyses._pass is None
 
 
+def test_an_analysis_goes_on_while_sglang_has_no_room_for_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang offers no request for admission while the batch is full: of a step only its hook runs."""
+    with opened(None) as store:
+        LONG.put(store)
+        analyser, context = Analyser(), about(LONG)
+        composition: Any = Composition.__new__(Composition)
+        composition.releases, composition.stage = ReleaseQueue(), stage_of(store, analyser)
+        composition.stage.add(context)
+        monkeypatch.setattr(hook_functions.current, "runtime", SimpleNamespace(composition=composition))
+        monkeypatch.setattr(hook_functions.current, "attention", None)
+        grammars = SimpleNamespace(grammar_queue=[])
+        queue = [SimpleNamespace(ragserve=context)]
+        scheduler = SimpleNamespace(waiting_queue=queue, grammar_manager=grammars)
+        for step in range(1, LENGTH // A_STEP + 1):
+            hook_functions.before_schedule(scheduler, None)
+            assert (analyser.pieces, context.decided) == (step * A_STEP, None)
+        hook_functions.before_schedule(scheduler, None)
+        assert context.decided is not None
+
+
 def test_what_was_analysed_in_steps_is_stored() -> None:
     with opened(None) as store:
         LONG.put(store)
@@ -79,7 +105,7 @@ def test_what_was_analysed_in_steps_is_stored() -> None:
         context = about(LONG)
         stage = stage_of(store, analyser)
         stage.add(context)
-        stage.advance(Step())
+        stage.advance()
         assert context.decided is not None
         assert analyser.passes == [[LENGTH]], "another start reads it"
 
@@ -92,7 +118,7 @@ def test_several_short_documents_share_a_step() -> None:
         analyser, context = Analyser(), about(*short)
         stage = stage_of(store, analyser)
         stage.add(context)
-        stage.advance(Step())
+        stage.advance()
         assert context.decided is not None
         assert analyser.passes == [[2, 2, 2]]
 
@@ -116,7 +142,7 @@ def evicted(stage: SelectionStage, context: ComposedContext) -> None:
     """In no tier any more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage._locator, "resolve", lambda context: [1])
-        stage.advance(Step())
+        stage.advance()
 
 
 @pytest.mark.parametrize("leave", [aborted, retracted, removed, evicted])
