@@ -42,7 +42,7 @@ def begun(store: TierStore, analyser: Analyser, *contexts: ComposedContext) -> S
     for context in contexts:
         stage.add(context)
     stage.advance()
-    assert stage.analyses._pass is not None
+    assert stage.analyses._passes
     return stage
 
 
@@ -72,7 +72,37 @@ def test_a_step_does_so_many_tokens_and_other_requests_go_on() -> None:
         assert slow.decided is not None
         assert analyser.passes == [[LENGTH]]
         assert stage.analyses.stat() | {"computed": 1, "whole": 1} == stage.analyses.stat()
-        assert stage.analyses._pass is None
+        assert not stage.analyses._passes
+
+
+def test_short_documents_do_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While both kinds wait a step is divided between them, so that a long one does not wait for ever."""
+    monkeypatch.setattr(document_analyses, "TOGETHER", 60)
+    with opened(None) as store:
+        short = [Sample(30, 10), DOCUMENTS[0]]
+        for document in (LONG, *short, DOCUMENTS[2]):
+            document.put(store)
+        analyser, slow = Analyser(), about(LONG)
+        stage = begun(store, analyser, slow)
+        for document in short:
+            other = about(document)
+            stage.add(other)
+            steps = 0
+            while other.decided is None:
+                before = analyser.pieces
+                stage.advance()
+                steps += 1
+                assert analyser.pieces - before <= A_STEP
+            assert steps == len(document.ids) // (A_STEP // 2) + 1
+            assert slow.decided is None
+        assert analyser.passes == [[LENGTH], [10], [24]]
+        stage.add(about(DOCUMENTS[2]))
+        for _ in range(12):
+            stage.advance()
+        assert slow.decided is not None
+        assert stage.waits
+        finished(stage)
+        assert not stage.analyses._passes
 
 
 def test_an_analysis_goes_on_while_sglang_has_no_room_for_its_request(
@@ -154,7 +184,7 @@ def test_an_analysis_that_nobody_needs_any_more_frees_what_it_has_done(leave: Le
         stage = begun(store, analyser, context)
         leave(stage, context)
         assert analyser.freed == [[LENGTH]]
-        assert stage.analyses._pass is None
+        assert not stage.analyses._passes
         stage.drop_gone([])
         other = about(DOCUMENT)
         stage.add(other)
@@ -220,5 +250,5 @@ def test_a_failure_in_a_later_step_fails_that_analysis_alone() -> None:
         assert good.decided is not None
         assert later.decided is not None
         assert "out of memory" in str(bad.failure)
-        assert stage.analyses._pass is None
+        assert not stage.analyses._passes
         assert not stage.analyses._alone
