@@ -311,9 +311,10 @@ class DocumentAnalyses:
         if made is None:
             return work, None
         self._count(made, whole=under_way.whole)
-        for (key, _, _), asked, analysis in zip(
-            under_way.wanted, under_way.wanted.values(), made, strict=True
-        ):
+        for (name, asked), analysis in zip(under_way.wanted.items(), made, strict=True):
+            key, known = name[0], self._cache.get(*name)
+            if known is not None and known.is_whole and not under_way.whole:
+                continue  # it has come since the pass began
             if key not in under_way.removed:
                 self._cache.put(key, analysis)
             if asked.cut == self._analyser.cut:

@@ -12,8 +12,10 @@ from sglang_ext.analysis.document_analysis import Analysis, Cut
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.scheduler import document_analyses
 from sglang_ext.context.scheduler.composition import Composition
+from sglang_ext.context.scheduler.document_analyses import WantedAnalysis
 from sglang_ext.context.scheduler.release_queue import ReleaseQueue
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
+from sglang_ext.context.selection.base import Wanted
 from sglang_ext.documents.tier_store import TierStore
 from sglang_ext.process import hook_functions
 from tests.unit.context.scheduler.test_selection_stage import (
@@ -151,6 +153,21 @@ def test_several_short_documents_share_a_step() -> None:
         stage.advance()
         assert context.decided is not None
         assert analyser.passes == [[2, 2, 2]]
+
+
+def test_a_part_does_not_replace_a_whole_analysis_that_came_meanwhile() -> None:
+    with opened(None) as store:
+        LONG.put(store)
+        analyses = stage_of(store, Analyser()).analyses
+        name = LONG.key, Analyser.cut.block, Analyser.cut.local_blocks
+        wanted = {name: WantedAnalysis(LONG.ids, Analyser.cut, Wanted.KEYS)}
+        assert analyses.find(wanted, lambda name, message: None) == {}
+        whole = analyses.analyse(LONG.key, LONG.ids)  # with a warm-up, which stores it
+        store.put_summary(LONG.key, whole.encode())
+        while analyses._passes:
+            analyses.find({}, lambda name, message: None)
+        assert analyses._cache.get(*name) is whole
+        assert Analysis.decode(store.summary(LONG.key).data or b"", LENGTH).is_whole
 
 
 Leave = Callable[[SelectionStage, ComposedContext], None]
