@@ -243,10 +243,11 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, SignOnSett
     kv_analysis: Literal["idle", "ingest", "lazy"] = Field(
         "idle",
         description="When to compute documents' context sensitivity, which costs about another prefill; the "
-        "rest of their analysis comes with their prefill. idle: of documents in use, while no query is being "
-        "answered; until then rule sentences goes by the question's attention alone, and notes say so. "
-        "ingest: of documents of up to 4,096 tokens with a warm-up, and of others at the first query whose "
-        "rule reads it, which waits. lazy: always at that query.",
+        "rest of their analysis comes with their prefill. idle: of documents of up to 4,096 tokens "
+        "in use, while no query is being answered; until then, and with longer ones, rule sentences goes by "
+        "the question's attention alone, and notes say so. ingest: of documents of up to 4,096 tokens with a "
+        "warm-up, and of others at the first query whose rule reads it, which waits (on a CPU, of longer "
+        "ones, only rules that read nothing else). lazy: always at that query.",
     )
     kv_analysis_bytes: int = Field(
         2**30,

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 QUIET_S = 1.0  # without a request before the next document is analysed
 _MOST = 512  # documents that wait; the oldest is forgotten, until a question does without its analysis again
 # A document is analysed in one scheduler step, for which requests wait. Longer ones are analysed, in many
-# steps, for a query that needs it.
+# steps, for a query whose rule reads nothing else; rule sentences does without.
 _LONGEST = 4096
 
 Analyse = Callable[[GenerateRequest, Sequence[Span]], Coroutine[Any, Any, None]]

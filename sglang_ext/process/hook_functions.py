@@ -40,7 +40,8 @@ def after_request(result: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
 
 def before_schedule(scheduler: Any, running_batch: Any, *args: Any, **kwargs: Any) -> None:
     if current.composition is not None:
-        stages.run("queue", stages.nobody, current.composition.before_schedule, scheduler)
+        waiting = current.composition.stage
+        stages.run_alike("queue", waiting.fail, current.composition.before_schedule, scheduler)
     if current.attention is not None:
         failed = stages.ending(filter(current.attention.may_lag, running_batch.reqs))
         stages.run_alike("offload plan", failed, current.attention.before_schedule, scheduler, running_batch)

@@ -72,7 +72,10 @@ SHARED = (
         ("self", "running_batch"),
         hook_functions.before_schedule,
         "before",
-        ("queue", "offload plan", "segments", "offloading"),
+        (
+            *("queue", "offload plan", "segments", "offloading"),
+            *("analysis", "stored analysis", "new analysis", "query", "selection"),
+        ),
         until="a callback before each scheduling step",
     ),
     Hook(
@@ -80,10 +83,7 @@ SHARED = (
         ("self", "req", "has_chunked_req", "truncation_align_size"),
         hook_functions.around_admission,
         "around",
-        (
-            *("offload admission", "admission", "accounting", "load"),
-            *("analysis", "stored analysis", "new analysis", "query", "selection"),
-        ),
+        ("offload admission", "admission", "accounting", "load"),
         until="a prefix cache that may fill slots for a request when it is admitted, not when it is matched",
     ),
     Hook(

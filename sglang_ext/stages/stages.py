@@ -27,7 +27,7 @@ FAULTS_VARIABLE = "RAGSERVE_FAULTS"
 STAGES = {  # name: work
     "request": "reads a new request's plan",
     "decode options": "reads a new request's decode and prefill options",
-    "queue": "drops the contexts of requests that have left the queue",
+    "queue": "brings waiting composed requests on, and drops those that have left the queue",
     "admission": "decides on a composed request and reserves its slots",
     "accounting": "counts what an admitted request uses",
     "load": "finds and locks documents, and loads them from disk",

@@ -143,8 +143,6 @@ class Admission:
 
     def _decide(self, adder: Any, req: Any, context: ComposedContext) -> tuple[Decision, torch.Tensor | None]:
         """Return the decision, the same on every rank, and the reserved slots, int64, if it is READY."""
-        if context.decided is None:
-            self._stage.advance(adder)
         if context.failure is not None:
             return Decision.FAILED, None
         if context.decided is None:

@@ -331,10 +331,12 @@ class Composition:
 
     def before_schedule(self, scheduler: Any) -> None:
         """Before a scheduling step: let go of host pages that the device has read, for which a queued request
-        may wait while others only decode, and forget the requests that SGLang has taken off its queues."""
+        may wait while others only decode, forget the requests that SGLang has taken off its queues, and bring
+        on those that wait for their selection, also while the batch has no room for them."""
         self.releases.poll()
         if self.stage.waits:
             self.stage.drop_gone([*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue])
+            self.stage.advance()
 
     def shift_positions(self, forward_batch: Any) -> None:
         """After `ForwardBatch.init_new`: positions follow the full length of composed contexts."""

@@ -86,7 +86,7 @@ class DocumentAnalyses:
         self._computed = self._prefilled = self._whole = 0
         self._reads: dict[str, Any] = {}  # reads of stored analyses under way, by document key
         self._step_tokens = _CPU_STEP_TOKENS if self._device.type == "cpu" else _STEP_TOKENS
-        self._pass: _PassUnderWay | None = None  # under way
+        self._passes: dict[bool, _PassUnderWay] = {}  # under way; True: of a long document
         self._alone: set[AnalysisName] = set()  # a pass of several documents with these has failed
 
     def may_be_whole(self, n_tokens: int) -> bool:
@@ -157,10 +157,10 @@ class DocumentAnalyses:
             self._cache.remove(set(keys))
         for key in keys or ():
             self._reads.pop(key, None)
-        if self._pass is not None:
-            self._pass.removed |= self._pass.keys if keys is None else self._pass.keys & set(keys)
-            if keys is not None and self._pass.removed == self._pass.keys:
-                self._pass = None
+        for long, under_way in list(self._passes.items()):
+            under_way.removed |= under_way.keys if keys is None else under_way.keys & set(keys)
+            if keys is not None and under_way.removed == under_way.keys:
+                del self._passes[long]
 
     def _compute(
         self,
@@ -221,42 +221,59 @@ class DocumentAnalyses:
         return found | self._advance({name: wanted[name] for name in lacking}, fail)
 
     def work_for(self, keys: Collection[str]) -> None:
-        """Forget reads that are under way of other documents than these, and a pass over none of them."""
+        """Forget reads that are under way of other documents than these, and passes over none of them."""
         self._reads = {key: read for key, read in self._reads.items() if key in keys}
         self._alone = {name for name in self._alone if name[0] in keys}
-        if self._pass is not None and self._pass.keys.isdisjoint(keys):
-            self._pass = None
+        self._passes = {
+            long: under_way for long, under_way in self._passes.items() if not under_way.keys.isdisjoint(keys)
+        }
 
     def _advance(
         self, lacking: Mapping[AnalysisName, WantedAnalysis], fail: Fail
     ) -> dict[AnalysisName, Analysis]:
-        """Compute analyses for as long as a step may take; a later step goes on. Documents of a pass that
-        fails are analysed one by one, so that each fails alone."""
+        """Compute analyses for as long as a step may take; a later step goes on. Short documents do not wait
+        for long ones: where there are both, each kind has half of the step."""
+        short = {name: asked for name, asked in lacking.items() if len(asked.ids) <= TOGETHER}
+        long = {name: asked for name, asked in lacking.items() if name not in short}
+        both = (short or False in self._passes) and (long or True in self._passes)
+        half = self._step_tokens // 2
+        spent, found = self._advance_kind(False, short, half if both else self._step_tokens, fail)
+        _, more = self._advance_kind(True, long, max(half, self._step_tokens - spent), fail)
+        return found | more
+
+    def _advance_kind(
+        self, long: bool, lacking: Mapping[AnalysisName, WantedAnalysis], most: float, fail: Fail
+    ) -> tuple[float, dict[AnalysisName, Analysis]]:
+        """Compute analyses of long or of other documents until that is as much work as ``most``; return the
+        work, and those that are done. Documents of a pass that fails are analysed one by one, so that each
+        fails alone."""
         found: dict[AnalysisName, Analysis] = {}
-        left: float = self._step_tokens
-        while left > 0:
-            if self._pass is None:
-                self._pass = self._next({name: lacking[name] for name in lacking if name not in found})
-            if (under_way := self._pass) is None:
+        spent = 0.0
+        while spent < most:
+            under_way = self._passes.get(long) or self._next(
+                {name: lacking[name] for name in lacking if name not in found}
+            )
+            if under_way is None:
                 break
+            self._passes[long] = under_way
             name = next(iter(under_way.wanted)) if len(under_way.wanted) == 1 else None
             failed = stages.nobody if name is None else partial(fail, name)
-            result = stages.run("new analysis", failed, self._run, under_way, left)
+            result = stages.run("new analysis", failed, self._run, under_way, most - spent)
             if result is None:
-                self._pass = None
+                del self._passes[long]
                 self._alone = self._alone | set(under_way.wanted) if name is None else self._alone - {name}
                 break
             work, made = result
-            left -= work
+            spent += work
             if made is not None:
-                self._pass = None
+                del self._passes[long]
                 self._alone -= set(made)
                 found |= {
                     name: analysis
                     for name, analysis in made.items()
                     if name in lacking and (under_way.whole or lacking[name].level < Wanted.WHOLE)
                 }
-        return found
+        return spent, found
 
     def _next(self, lacking: Mapping[AnalysisName, WantedAnalysis]) -> _PassUnderWay | None:
         """A pass over the first document, and over what fits beside it of those that are cut alike and of
@@ -294,9 +311,10 @@ class DocumentAnalyses:
         if made is None:
             return work, None
         self._count(made, whole=under_way.whole)
-        for (key, _, _), asked, analysis in zip(
-            under_way.wanted, under_way.wanted.values(), made, strict=True
-        ):
+        for (name, asked), analysis in zip(under_way.wanted.items(), made, strict=True):
+            key, known = name[0], self._cache.get(*name)
+            if known is not None and known.is_whole and not under_way.whole:
+                continue  # it has come since the pass began
             if key not in under_way.removed:
                 self._cache.put(key, analysis)
             if asked.cut == self._analyser.cut:

@@ -5,7 +5,8 @@ the query pass and the selection.
     query pass, all waiting requests in one -> selection -> (admission) chosen blocks found or loaded -> slots
     reserved -> filled
 
-Runs on the scheduler's thread, once a scheduler step, for all waiting requests. A waiting request holds no
+Runs on the scheduler's thread, once a scheduler step, for all waiting requests, whether SGLang has room for
+them or not. A waiting request holds no
 lock between steps. Every rank does the same in the same order; since their tiers may hold different things,
 the ranks vote before each pass.
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -71,19 +71,13 @@ class SelectionStage:
         self._ranks = ranks
         self._stable = stable
         self._waiting: list[ComposedContext] = []
-        self._step: Callable[[], Any] = lambda: None
 
     def add(self, context: ComposedContext) -> None:
         """Add a new request whose selection is not final."""
         self._waiting.append(context)
 
-    def advance(self, step: Any) -> None:
-        """Bring every waiting request as far as it goes, once for each ``step``, the scheduler step's own
-        object.
-        """
-        if self._step() is step:
-            return
-        self._step = weakref.ref(step)
+    def advance(self) -> None:
+        """Bring every waiting request as far as it goes; once in a scheduler step."""
         if not self._waiting:
             return
         votes = self._located()
@@ -112,6 +106,10 @@ class SelectionStage:
     def waits(self) -> bool:
         """True while a request waits for its selection."""
         return bool(self._waiting)
+
+    def fail(self, message: str) -> None:
+        """Fail every waiting request."""
+        failing(self._waiting)(message)
 
     def drop(self, context: ComposedContext) -> None:
         """Forget a request that has ended."""

@@ -35,6 +35,15 @@ def test_a_request_whose_documents_are_there_gets_its_slots() -> None:
     assert engine.retrieved == [["a", "b"]]
 
 
+def test_a_request_without_its_selection_waits_and_is_not_worked_for() -> None:
+    """A step has done that once, before it admits requests."""
+    engine = Engine(running=True)
+    engine.context.decided = None
+    assert engine.admit() == "CONTINUE"
+    assert engine.context.failure is None
+    assert not engine.counted
+
+
 def test_what_sglang_declines_is_given_back() -> None:
     engine = Engine()
     assert engine.admit(accepted=False) == "added"

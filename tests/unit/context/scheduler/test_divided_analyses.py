@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sglang_ext.analysis.document_analysis import Analysis, Cut
 from sglang_ext.context.compose.request import ComposedContext
 from sglang_ext.context.scheduler import document_analyses
+from sglang_ext.context.scheduler.composition import Composition
+from sglang_ext.context.scheduler.document_analyses import WantedAnalysis
+from sglang_ext.context.scheduler.release_queue import ReleaseQueue
 from sglang_ext.context.scheduler.selection_stage import SelectionStage
+from sglang_ext.context.selection.base import Wanted
 from sglang_ext.documents.tier_store import TierStore
+from sglang_ext.process import hook_functions
 from tests.unit.context.scheduler.test_selection_stage import (
     DOCUMENT,
     DOCUMENTS,
     Analyser,
-    Step,
     about,
     analysed,
     stage_of,
@@ -37,15 +43,15 @@ def begun(store: TierStore, analyser: Analyser, *contexts: ComposedContext) -> S
     stage = stage_of(store, analyser)
     for context in contexts:
         stage.add(context)
-    stage.advance(Step())
-    assert stage.analyses._pass is not None
+    stage.advance()
+    assert stage.analyses._passes
     return stage
 
 
 def finished(stage: SelectionStage) -> int:
     """Advance until nobody waits; the number of steps."""
     for count in range(1, 100):
-        stage.advance(Step())
+        stage.advance()
         if not stage.waits:
             return count
     raise AssertionError("it does not end")
@@ -60,7 +66,7 @@ def test_a_step_does_so_many_tokens_and_other_requests_go_on() -> None:
         assert analyser.pieces == A_STEP
         other = about(DOCUMENT)
         stage.add(other)
-        stage.advance(Step())
+        stage.advance()
         assert other.decided is not None
         assert slow.decided is None
         assert analyser.pieces == 2 * A_STEP
@@ -68,7 +74,59 @@ def test_a_step_does_so_many_tokens_and_other_requests_go_on() -> None:
         assert slow.decided is not None
         assert analyser.passes == [[LENGTH]]
         assert stage.analyses.stat() | {"computed": 1, "whole": 1} == stage.analyses.stat()
-        assert stage.analyses._pass is None
+        assert not stage.analyses._passes
+
+
+def test_short_documents_do_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While both kinds wait a step is divided between them, so that a long one does not wait for ever."""
+    monkeypatch.setattr(document_analyses, "TOGETHER", 60)
+    with opened(None) as store:
+        short = [Sample(30, 10), DOCUMENTS[0]]
+        for document in (LONG, *short, DOCUMENTS[2]):
+            document.put(store)
+        analyser, slow = Analyser(), about(LONG)
+        stage = begun(store, analyser, slow)
+        for document in short:
+            other = about(document)
+            stage.add(other)
+            steps = 0
+            while other.decided is None:
+                before = analyser.pieces
+                stage.advance()
+                steps += 1
+                assert analyser.pieces - before <= A_STEP
+            assert steps == len(document.ids) // (A_STEP // 2) + 1
+            assert slow.decided is None
+        assert analyser.passes == [[LENGTH], [10], [24]]
+        stage.add(about(DOCUMENTS[2]))
+        for _ in range(12):
+            stage.advance()
+        assert slow.decided is not None
+        assert stage.waits
+        finished(stage)
+        assert not stage.analyses._passes
+
+
+def test_an_analysis_goes_on_while_sglang_has_no_room_for_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang offers no request for admission while the batch is full: of a step only its hook runs."""
+    with opened(None) as store:
+        LONG.put(store)
+        analyser, context = Analyser(), about(LONG)
+        composition: Any = Composition.__new__(Composition)
+        composition.releases, composition.stage = ReleaseQueue(), stage_of(store, analyser)
+        composition.stage.add(context)
+        monkeypatch.setattr(hook_functions.current, "runtime", SimpleNamespace(composition=composition))
+        monkeypatch.setattr(hook_functions.current, "attention", None)
+        grammars = SimpleNamespace(grammar_queue=[])
+        queue = [SimpleNamespace(ragserve=context)]
+        scheduler = SimpleNamespace(waiting_queue=queue, grammar_manager=grammars)
+        for step in range(1, LENGTH // A_STEP + 1):
+            hook_functions.before_schedule(scheduler, None)
+            assert (analyser.pieces, context.decided) == (step * A_STEP, None)
+        hook_functions.before_schedule(scheduler, None)
+        assert context.decided is not None
 
 
 def test_what_was_analysed_in_steps_is_stored() -> None:
@@ -79,7 +137,7 @@ def test_what_was_analysed_in_steps_is_stored() -> None:
         context = about(LONG)
         stage = stage_of(store, analyser)
         stage.add(context)
-        stage.advance(Step())
+        stage.advance()
         assert context.decided is not None
         assert analyser.passes == [[LENGTH]], "another start reads it"
 
@@ -92,9 +150,24 @@ def test_several_short_documents_share_a_step() -> None:
         analyser, context = Analyser(), about(*short)
         stage = stage_of(store, analyser)
         stage.add(context)
-        stage.advance(Step())
+        stage.advance()
         assert context.decided is not None
         assert analyser.passes == [[2, 2, 2]]
+
+
+def test_a_part_does_not_replace_a_whole_analysis_that_came_meanwhile() -> None:
+    with opened(None) as store:
+        LONG.put(store)
+        analyses = stage_of(store, Analyser()).analyses
+        name = LONG.key, Analyser.cut.block, Analyser.cut.local_blocks
+        wanted = {name: WantedAnalysis(LONG.ids, Analyser.cut, Wanted.KEYS)}
+        assert analyses.find(wanted, lambda name, message: None) == {}
+        whole = analyses.analyse(LONG.key, LONG.ids)  # with a warm-up, which stores it
+        store.put_summary(LONG.key, whole.encode())
+        while analyses._passes:
+            analyses.find({}, lambda name, message: None)
+        assert analyses._cache.get(*name) is whole
+        assert Analysis.decode(store.summary(LONG.key).data or b"", LENGTH).is_whole
 
 
 Leave = Callable[[SelectionStage, ComposedContext], None]
@@ -116,7 +189,7 @@ def evicted(stage: SelectionStage, context: ComposedContext) -> None:
     """In no tier any more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage._locator, "resolve", lambda context: [1])
-        stage.advance(Step())
+        stage.advance()
 
 
 @pytest.mark.parametrize("leave", [aborted, retracted, removed, evicted])
@@ -128,7 +201,7 @@ def test_an_analysis_that_nobody_needs_any_more_frees_what_it_has_done(leave: Le
         stage = begun(store, analyser, context)
         leave(stage, context)
         assert analyser.freed == [[LENGTH]]
-        assert stage.analyses._pass is None
+        assert not stage.analyses._passes
         stage.drop_gone([])
         other = about(DOCUMENT)
         stage.add(other)
@@ -194,5 +267,5 @@ def test_a_failure_in_a_later_step_fails_that_analysis_alone() -> None:
         assert good.decided is not None
         assert later.decided is not None
         assert "out of memory" in str(bad.failure)
-        assert stage.analyses._pass is None
+        assert not stage.analyses._passes
         assert not stage.analyses._alone

@@ -84,7 +84,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     composition: Any = Composition.__new__(Composition)
     composition._device, composition.releases = torch.device("cuda"), ReleaseQueue()
     composition._tiers, composition.analyses = tiers, SimpleNamespace(stat=dict)
-    composition.stage = SimpleNamespace(waits=False)
+    composition.stage = SimpleNamespace(waits=False, fail=None)
     composition._locator = Locator(tree, tiers, runtime.documents.is_removed, SHAPE.block)
     runtime.composition = composition
     tiers.pin("d" * 32)

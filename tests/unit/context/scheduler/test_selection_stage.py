@@ -39,10 +39,6 @@ BLOCK = 8
 SYSTEM, DOCUMENT = Sample(1, 10), Sample(2, 50)
 
 
-class Step:
-    """A scheduler step's own object."""
-
-
 class Analyser:
     """Draws analyses; ``heads``, ``basis`` as a start of the engine finds them."""
 
@@ -131,8 +127,7 @@ def answered(stage: SelectionStage, store: TierStore) -> list[int]:
     context = waiting()
     stage.add(context)
     for _ in range(2):  # the second time the analysis has been read from disk
-        step = Step()
-        stage.advance(step)
+        stage.advance()
         assert store.flush(30)
     recomputed: list[int] = context.selection.recomputed.tolist()
     assert len(recomputed) == 10
@@ -269,7 +264,7 @@ def test_selections_all_begin_before_one_waits_for_the_device(
         contexts = [waiting() for _ in range(3)]
         for context in contexts:
             stage.add(context)
-        stage.advance(Step())
+        stage.advance()
         assert told == ["begins"] * 3 + ["ends"] * 3
         assert all(context.decided is not None for context in contexts)
 
@@ -293,7 +288,7 @@ def advanced(stage: SelectionStage, *contexts: ComposedContext) -> None:
     for context in contexts:
         stage.add(context)
     for _ in range(2):
-        stage.advance(Step())
+        stage.advance()
 
 
 def test_documents_are_analysed_in_one_pass_and_a_broken_one_fails_its_own_requests_alone() -> None:

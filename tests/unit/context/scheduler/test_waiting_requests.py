@@ -15,6 +15,7 @@ from sglang_ext.context.scheduler.selection_stage import SelectionStage
 from sglang_ext.context.selection.base import ModelShape
 from sglang_ext.context.selection.strategies import partial_selection
 from sglang_ext.documents.summaries import SummaryTicket
+from sglang_ext.process import hook_functions
 from sglang_ext.ranks.ranks import Ranks
 from sglang_ext.wire.protocol import ContextPlan, Span
 from tests.unit.context.scheduler.test_selection_stage import (
@@ -75,11 +76,17 @@ class Bench:
     def step(self) -> None:
         self.located.clear()
         self.read.clear()
-        self.stage.advance(Step())
+        self.stage.advance()
 
 
-class Step:
-    """A scheduler step."""
+def test_an_error_outside_a_stage_fails_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or they would meet it again in every step."""
+    bench = Bench("one")
+    runtime = SimpleNamespace(composition=SimpleNamespace(stage=bench.stage, before_schedule=lambda _: 1 / 0))
+    monkeypatch.setattr(hook_functions.current, "runtime", runtime)
+    monkeypatch.setattr(hook_functions.current, "attention", None)
+    hook_functions.before_schedule(None, None)
+    assert "ZeroDivisionError" in str(bench.requests["one"].ragserve.failure)
 
 
 def test_requests_that_left_the_queue_are_worked_for_no_longer() -> None:
@@ -154,7 +161,7 @@ def test_waiting_requests_hold_no_more_analyses_than_the_budget() -> None:
         for context in contexts:
             stage.add(context)
         for settled in (1, 2, 3):
-            stage.advance(Step())
+            stage.advance()
             assert [context.decided is not None for context in contexts] == [n < settled for n in range(3)]
         assert not stage.waits
 
@@ -176,5 +183,5 @@ def test_what_a_request_waits_with_counts(monkeypatch: pytest.MonkeyPatch) -> No
         slow.clear()
         stage.analyses.work_for(())  # begins to read again
         for _ in range(3):
-            stage.advance(Step())
+            stage.advance()
         assert all(each.decided is not None for each in (waits, second, last))
