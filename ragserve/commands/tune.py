@@ -190,6 +190,13 @@ def more(result: dict[str, Any], minutes: float, most: int) -> str | None:
     undecided = [one for one in result["verdicts"] if one["decision"] == "undecided"]
     if not undecided and any(one["decision"] in ("verified", "refused") for one in result["verdicts"]):
         return None
+    if result["settled"]:
+        return (
+            "What is undecided is no sooner and no better than what is verified: more questions would not "
+            "change the choice."
+            if undecided
+            else "No strategy is left that more questions could verify."
+        )
     if result["finished"] and result["failures"]:
         return "Run the same command again when what failed has passed: it is asked again."
     if result["finished"]:

@@ -232,6 +232,7 @@ async def _tune(
         "namespace": job.namespace,
         "margin": margin,
         "finished": finished,
+        "settled": not comparison.course.labels,
         "failures": dict(comparison.failures.most_common()),
         "costs": priced,
         "decode": decode,

@@ -128,6 +128,7 @@ def test_the_command_says_what_more_time_would_bring() -> None:
             for decision, count in verdicts
         ]
         about: dict[str, Any] = {"questions": {"cloze": asked}, "finished": finished, "failures": {}}
+        about["settled"] = False
         return about | {"verdicts": found}
 
     assert more(result(140, False, ("verified", None), ("refused", None)), 10, 400) is None
@@ -147,6 +148,13 @@ def test_the_command_says_what_more_time_would_bring() -> None:
     said = more(result(36, False, ("verified", None), ("undecided", 35)), 10, 400)
     assert said is not None
     assert "--minutes" not in said, "a guess that was wrong"
+    settled = {"settled": True}
+    said = more(result(36, False, ("verified", None), ("undecided", 80)) | settled, 10, 400)
+    assert said is not None
+    assert "would not change the choice" in said
+    said = more(result(36, False, ("passed over", None)) | settled, 10, 400)
+    assert said is not None
+    assert "No strategy is left" in said
 
 
 def test_rows_of_dense_engines_keep_their_place_and_sparse_ones_have_theirs() -> None:
