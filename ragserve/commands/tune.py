@@ -132,8 +132,7 @@ def tune(
 
 
 def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from ragserve.verification.report import fitted_table
 
     counts = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in result["questions"].items()) or "none"
     typer.echo(f"{namespace}: of {result['tried']} questions tried: {counts}; {result['costs']}")
@@ -144,37 +143,28 @@ def _print(result: dict[str, Any], namespace: str, minutes: float, most: int) ->
         typer.echo("time: " + ", ".join(f"{name} {seconds:,} s" for name, seconds in phases.items()))
     if result["decode"]:
         typer.echo(result["decode"])
-    table = Table(
-        caption="score: F1 and containment against the reference, percent, with its 95 % interval; vs full: "
-        "points; margin: the smallest loss excluded at 95 %; ms: until the first token; again: recomputed"
-    )
-    for column in (
-        "strategy",
-        "score",
-        "vs full",
-        "margin",
-        "ms",
-        "kept %",
-        "again %",
-        "differ %",
-        "verdict",
-    ):
-        table.add_column(column, overflow="fold", min_width=9 if column == "verdict" else None)
     full = {"label": "full", "decision": "", "figures": {}} | result["full"]
-    for one in [full, *result["verdicts"]]:
-        figures = one["figures"]
-        table.add_row(
-            one["label"],
-            "" if one["score"] is None else "{:.0f} [{:.0f}, {:.0f}]".format(*one["score"]),
-            _number(figures.get("score_vs_full"), "+.1f"),
-            _number(figures.get("margin"), ".1f") if one["decision"] != "passed over" else "",
-            _number(one["ttft_ms"], ".0f"),
-            _number(figures.get("kept"), ".0f"),
-            _number(figures.get("recomputed"), ".0f"),
-            _number(figures.get("different"), ".0f"),
-            one["decision"],
-        )
-    Console().print(table)
+    rows = [
+        {
+            "strategy": one["label"],
+            "score": "" if one["score"] is None else "{:.0f} [{:.0f}, {:.0f}]".format(*one["score"]),
+            "vs full": _number(figures.get("score_vs_full"), "+.1f"),
+            "margin": _number(figures.get("margin"), ".1f") if one["decision"] != "passed over" else "",
+            "ms": _number(one["ttft_ms"], ".0f"),
+            "kept %": _number(figures.get("kept"), ".0f"),
+            "again %": _number(figures.get("recomputed"), ".0f"),
+            "differ %": _number(figures.get("different"), ".0f"),
+            "verdict": one["decision"],
+        }
+        for one in [full, *result["verdicts"]]
+        for figures in [one["figures"]]
+    ]
+    table, console = fitted_table(rows, list(rows[0]), ("strategy", "score", "ms", "verdict"))
+    console.print(table)
+    typer.echo(
+        "score: F1 and containment against the reference, percent, with its 95 % interval; vs full: points; "
+        "margin: the smallest loss excluded at 95 %; ms: until the first token; again: recomputed"
+    )
     for one in result["verdicts"]:
         if one["decision"] != "passed over":
             stays = one["label"] in result["kept"]

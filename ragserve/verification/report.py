@@ -76,15 +76,7 @@ def write(
     """
     report = assemble(name, workload, rows, note, ran_on)
     columns = list(shown) or list(dict.fromkeys(key for row in rows for key in row))
-    table = _table(rows, columns)
-    needed = Console(width=_ANY_COLUMNS).measure(table).maximum
-    console = Console(width=None if sys.stdout.isatty() else max(needed, _LOG_COLUMNS))
-    matter = [column for column in columns if column in narrow]
-    if matter and needed > console.width:
-        table = _table(rows, matter)
-        table.caption = (
-            f"{len(matter)} of {len(columns)} columns: {needed} characters of width show all, and a pipe does"
-        )
+    table, console = fitted_table(rows, columns, narrow)
     console.print(f"[bold]{name}[/bold]  " + ", ".join(f"{k}: {v}" for k, v in workload.items()))
     console.print(table)
     env = report["environment"]
@@ -97,11 +89,28 @@ def write(
     return report
 
 
+def fitted_table(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str], narrow: Sequence[str] = ()
+) -> tuple[Table, Console]:
+    """Make a table of ``rows`` and the console to print it to: as wide as the table where it is no terminal,
+    and with the columns of ``narrow`` alone in a terminal that is narrower than the table."""
+    table = _table(rows, columns)
+    needed = Console(width=_ANY_COLUMNS).measure(table).maximum
+    console = Console(width=None if sys.stdout.isatty() else max(needed, _LOG_COLUMNS))
+    matter = [column for column in columns if column in narrow]
+    if matter and needed > console.width:
+        table = _table(rows, matter)
+        table.caption = (
+            f"{len(matter)} of {len(columns)} columns: {needed} characters of width show all, and a pipe does"
+        )
+    return table, console
+
+
 def _table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Table:
     table = Table()
     for column in columns:
         number = any(isinstance(row.get(column), (int, float)) for row in rows)
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))
     return table

@@ -98,6 +98,7 @@ def test_a_map_without_room_names_its_file_and_leaves_the_one_before(
     shown.parent.mkdir()
     shown.write_text("the one before")
     more = {"questions": {}, "tried": 0, "costs": "", "decode": None, "failures": {}, "kept": []}
+    more |= {"finished": False, "settled": False}
     monkeypatch.setattr(tune_process, "tune", lambda *_, **__: RESULT | more)
     monkeypatch.setattr(serve_checks, "check_engine", lambda _: None)
     monkeypatch.setattr(tune_map, "page", lambda _: "x" * 2**21)
@@ -106,6 +107,8 @@ def test_a_map_without_room_names_its_file_and_leaves_the_one_before(
     with no_room(2**20):
         ran = CliRunner().invoke(app, ["--namespace", "notes", "--data-dir", str(tmp_path)])
     assert re.search(f"'{re.escape(str(shown))}'", str(ran.exception)), ran.output
+    [row] = [line for line in ran.output.splitlines() if "│ concat:passages.count=5,share=0.2 " in line]
+    assert "verified" in row, "in a file each strategy has one line"
     assert shown.read_text() == "the one before"
 
 
