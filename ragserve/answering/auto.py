@@ -208,13 +208,17 @@ class Chooser:
         async def prefix() -> int:
             return await engine.prefix(namespace, prompt.input_ids) if shared else 0
 
-        tiers, cached = await asyncio.gather(places(), prefix())
+        async def passages() -> list[ChosenPassages | None]:
+            options = [choice_of(spec.name, spec.options)[0] for spec in specs]
+            return [None if each is None or choose is None else await choose(each) for each in options]
+
+        tiers, cached, every = await asyncio.gather(
+            places(), prefix(), passages()
+        )  # chosen while it is asked
         exact = costs.exact_ms(len(prompt.input_ids), cached)
         documents = [(len(piece), tier) for piece, tier in zip(pieces, tiers, strict=True)]
         expected: list[tuple[float, StrategySpec, ChosenPassages | None]] = []
-        for spec in specs:
-            best, _ = choice_of(spec.name, spec.options)
-            chosen = None if best is None or choose is None else await choose(best)
+        for spec, chosen in zip(specs, every, strict=True):
             read = documents
             if chosen is not None:  # the system text is the first piece
                 read = [

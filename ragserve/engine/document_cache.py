@@ -10,6 +10,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from ragserve.engine.base import EngineInfo, GenerateRequest
 from sglang_ext.wire.protocol import document_key
 
+_BEGINNING = 2048  # tokens that are asked about first
+_PAGE = 256  # no engine has larger pages, of which a prefix cache holds whole ones
 Below = Literal["disk", "remote", "host", "writing", "absent"]
 
 
@@ -139,8 +141,16 @@ class ControlledCache(ABC):
         return Whereabouts.of(await self.control("where", keys=keys, tokens=tokens, namespace=namespace))
 
     async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
-        """See `CachingEngine`."""
-        return int((await self.control("prefix", ids=list(input_ids), namespace=namespace))["tokens"])
+        """See `CachingEngine`. Most prompts have little more than the system text cached, and sending the ids
+        of a long one takes milliseconds: the beginning is asked about first, and all where it is cached."""
+        beginning = list(input_ids[:_BEGINNING])
+        found = await self._cached(namespace, beginning)
+        if len(beginning) == len(input_ids) or found <= len(beginning) - _PAGE:
+            return found
+        return await self._cached(namespace, list(input_ids))
+
+    async def _cached(self, namespace: str, input_ids: list[int]) -> int:
+        return int((await self.control("prefix", ids=input_ids, namespace=namespace))["tokens"])
 
     async def forget(self, namespace: str, documents: Sequence[Sequence[int]] | None) -> None:
         """See `Engine`. Drops the namespace's exact prefixes as well: they may contain the documents."""

@@ -288,6 +288,28 @@ def test_auto_reads_fewer_passages_where_that_is_sooner(
     assert asyncio.run(chooser.choose(PROMPT, "n", whole=True, choose=best(1))).spec.label == "prefix"
 
 
+def test_auto_chooses_passages_while_the_engine_is_asked(tmp_path: Path) -> None:
+    label, seen = "passages:count=1", []
+    record(tmp_path / "gate.json", "abc", {label: Entry({"s": GOOD}, "tiny", "d", "h", "float32")})
+    COSTS.save(tmp_path / "costs.json", "abc", costs())
+
+    class Slow(Cache):
+        async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
+            seen.append("asked")
+            await asyncio.sleep(0)
+            seen.append("answered")
+            return 0
+
+    async def choose(options: PassagesOptions) -> ChosenPassages:
+        seen.append("chosen")
+        return ChosenPassages([0, 1], 1, 100)
+
+    engine: Any = Slow(0, *DEVICE)
+    gate = Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32")
+    made = asyncio.run(Chooser(engine, gate, tmp_path / "costs.json").choose(PROMPT, "n", choose=choose))
+    assert (made.spec.label, seen) == (label, ["asked", "chosen", "answered"])
+
+
 def test_auto_sees_a_profile_that_comes_later(tmp_path: Path) -> None:
     record(tmp_path / "gate.json", "abc", {"epic:first=16": Entry({"s": GOOD}, "tiny", "d", "h", "float32")})
     engine: Any = Cache(0, *DEVICE)
