@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from sglang_ext.documents.disk.disk import FileTier
 from sglang_ext.documents.pages.page_format import valid_key, valid_namespace
 from sglang_ext.documents.tiers import Tiers
@@ -25,8 +27,10 @@ class Removal:
             tiers.remote.delete(space, key)
         return self._here(key, namespace)
 
-    def remove_namespace(self, namespace: str) -> int:
-        """Remove all documents of a namespace and return their number."""
+    def remove_namespace(self, namespace: str, also: Collection[str] = ()) -> int:
+        """Remove all documents of a namespace and return their number. ``also``: documents of it that may be
+        on disk without being listed.
+        """
         tiers = self._tiers
         keys = self._keys(namespace)
         try:
@@ -35,6 +39,7 @@ class Removal:
             tiers.faults("io", f"removing namespace {namespace}: {error}")
         for key in keys:
             self._here(key, namespace)
+        keys.update([key for key in also if key not in keys and self._here(key, namespace)])
         if tiers.remote is not None:
             tiers.remote.delete(namespace)
         tiers.note_removal(namespace)
