@@ -51,26 +51,42 @@ class Removal:
 
     def clear(self) -> None:
         """Remove everything."""
-        tiers = self._tiers
-        for key in self._keys(None):
-            self._here(key)
-        try:
-            tiers.disk.clear()
-        except OSError as error:
-            tiers.faults("io", f"clearing the document folder: {error}")
+        tiers, keys = self._tiers, self._keys(None)
+        moved = self._move_all()
+        for key in keys:
+            self._here(key, moved=moved)
+        if not moved:
+            try:
+                tiers.disk.clear()
+            except OSError as error:
+                tiers.faults("io", f"clearing the document folder: {error}")
         if tiers.remote is not None:
             tiers.remote.delete()
         tiers.note_trash()
 
+    def _move_all(self) -> bool:
+        """Move the folders of all namespaces aside; False if some are left."""
+        tiers = self._tiers
+        if not isinstance(tiers.disk, FileTier):
+            return False
+        try:
+            for namespace in tiers.disk.files.namespaces():
+                tiers.note_removal(namespace)
+                tiers.disk.remove_namespace(namespace)
+        except OSError:
+            return False
+        return True
+
     def _here(self, key: str, namespace: str | None = None, *, moved: bool = False) -> bool:
         """Remove a document from host and disk; True if it was there. Without a namespace it is looked for in
-        all of them, as far as the index is incomplete. ``moved``: the namespace's folder has been moved,
+        all of them, as far as the index is incomplete. ``moved``: the folder (all folders) has been moved,
         so that no file of it is touched."""
         tiers = self._tiers
         entry = tiers.host.entries.get(key)
         space = namespace if entry is None else entry.namespace
         if moved and all(
-            each is None or each.namespace == namespace for each in (entry, tiers.index.entries.get(key))
+            each is None or namespace in (None, each.namespace)
+            for each in (entry, tiers.index.entries.get(key))
         ):
             return self._forget(key, entry)
         tiers.find_on_disk(key, space)
@@ -92,6 +108,7 @@ class Removal:
         was_writing = self._writes.cancel(key)
         on_disk = self._tiers.index.drop(key) is not None
         if entry is not None:
+            self._tiers.note_removal(entry.namespace)
             self._tiers.host.remove(entry)
         return entry is not None or was_writing or on_disk
 

@@ -419,6 +419,9 @@ def test_a_namespace_is_moved_aside_by_one_rename(tmp_path: Path, monkeypatch: p
         store.check_integrity()
         flushed(store)
         assert len(files_of(tmp_path)) == 10
+        store.clear()
+        assert moved == ["space-0", "space-1"]
+        store.check_integrity()
 
 
 def test_a_namespace_takes_no_file_of_another_out_of_the_accounts(tmp_path: Path) -> None:
