@@ -78,11 +78,13 @@ class DeviceDocuments:
         for key in keys:
             removed += bool(self._tiers.remove(key, namespace)) or key in on_device
         self.on_removed(keys)
-        below = set() if self.sessions is None else self.sessions.keys()
-        exact = map(exact_key, self._known() | below)
-        holding = {key for key in exact if holds_of(key, namespace)}
-        self._drop({prefix_key(namespace), *keys, *holding})
+        self._drop({prefix_key(namespace), *keys, *self._holding(namespace)})
         return removed
+
+    def _holding(self, namespace: str) -> set[str]:
+        """Keys of exact prefixes and sessions of a namespace, alone or among others."""
+        below = set() if self.sessions is None else self.sessions.keys()
+        return {key for key in map(exact_key, self._known() | below) if holds_of(key, namespace)}
 
     def remove_session(self, key: str) -> None:
         """Drop the KV of a session, exact and composed."""
@@ -103,9 +105,11 @@ class DeviceDocuments:
         on_device = [key for key, owner in self._namespaces.items() if owner == namespace]
         if self.sessions is not None:
             self.sessions.forget_namespace(namespace)
-        below = self._tiers.remove_namespace(namespace)
+        below = self._tiers.remove_namespace(namespace, on_device)
+        cached = self._tree.tokens_by_key()
         self.on_removed(None)
-        return max(below, self.remove(on_device, namespace))
+        self._drop({prefix_key(namespace), *on_device, *self._holding(namespace)})
+        return max(below, sum(key in cached for key in on_device))
 
     def clear(self) -> None:
         """Remove all documents from every tier, and exact prefixes and sessions, which may contain them. What

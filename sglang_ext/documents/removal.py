@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from sglang_ext.documents.disk.disk import FileTier
+from sglang_ext.documents.pages.host import HostEntry
 from sglang_ext.documents.pages.page_format import valid_key, valid_namespace
 from sglang_ext.documents.tiers import Tiers
 from sglang_ext.documents.writeback import WriteBack
@@ -25,16 +28,21 @@ class Removal:
             tiers.remote.delete(space, key)
         return self._here(key, namespace)
 
-    def remove_namespace(self, namespace: str) -> int:
-        """Remove all documents of a namespace and return their number."""
+    def remove_namespace(self, namespace: str, also: Collection[str] = ()) -> int:
+        """Remove all documents of a namespace and return their number. ``also``: documents of it that may be
+        on disk without being listed.
+        """
         tiers = self._tiers
-        keys = self._keys(namespace)
+        keys, moved = self._keys(namespace), isinstance(tiers.disk, FileTier)
         try:
             keys.update(tiers.disk.remove_namespace(namespace))
         except OSError as error:
             tiers.faults("io", f"removing namespace {namespace}: {error}")
+            moved = False
         for key in keys:
-            self._here(key, namespace)
+            self._here(key, namespace, moved=moved)
+        if not moved:
+            keys.update([key for key in also if key not in keys and self._here(key, namespace)])
         if tiers.remote is not None:
             tiers.remote.delete(namespace)
         tiers.note_removal(namespace)
@@ -43,23 +51,44 @@ class Removal:
 
     def clear(self) -> None:
         """Remove everything."""
-        tiers = self._tiers
-        for key in self._keys(None):
-            self._here(key)
-        try:
-            tiers.disk.clear()
-        except OSError as error:
-            tiers.faults("io", f"clearing the document folder: {error}")
+        tiers, keys = self._tiers, self._keys(None)
+        moved = self._move_all()
+        for key in keys:
+            self._here(key, moved=moved)
+        if not moved:
+            try:
+                tiers.disk.clear()
+            except OSError as error:
+                tiers.faults("io", f"clearing the document folder: {error}")
         if tiers.remote is not None:
             tiers.remote.delete()
         tiers.note_trash()
 
-    def _here(self, key: str, namespace: str | None = None) -> bool:
+    def _move_all(self) -> bool:
+        """Move the folders of all namespaces aside; False if some are left."""
+        tiers = self._tiers
+        if not isinstance(tiers.disk, FileTier):
+            return False
+        try:
+            for namespace in tiers.disk.files.namespaces():
+                tiers.note_removal(namespace)
+                tiers.disk.remove_namespace(namespace)
+        except OSError:
+            return False
+        return True
+
+    def _here(self, key: str, namespace: str | None = None, *, moved: bool = False) -> bool:
         """Remove a document from host and disk; True if it was there. Without a namespace it is looked for in
-        all of them, as far as the index is incomplete."""
+        all of them, as far as the index is incomplete. ``moved``: the folder (all folders) has been moved,
+        so that no file of it is touched."""
         tiers = self._tiers
         entry = tiers.host.entries.get(key)
         space = namespace if entry is None else entry.namespace
+        if moved and all(
+            each is None or namespace in (None, each.namespace)
+            for each in (entry, tiers.index.entries.get(key))
+        ):
+            return self._forget(key, entry)
         tiers.find_on_disk(key, space)
         if not tiers.disk.has_folder and key in tiers.index.entries:
             tiers.record(key)  # other backends delete page by page
@@ -72,6 +101,15 @@ class Removal:
             tiers.note_removal(known.namespace)
         if entry is not None:
             tiers.host.remove(entry)
+        return entry is not None or was_writing or on_disk
+
+    def _forget(self, key: str, entry: HostEntry | None) -> bool:
+        """Remove a document whose file has gone with its folder from the host, the queue and the index."""
+        was_writing = self._writes.cancel(key)
+        on_disk = self._tiers.index.drop(key) is not None
+        if entry is not None:
+            self._tiers.note_removal(entry.namespace)
+            self._tiers.host.remove(entry)
         return entry is not None or was_writing or on_disk
 
     def _keys(self, namespace: str | None) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -314,10 +314,12 @@ class TierStore:
             if (entry := tiers.host.entries.get(key)) is not None and not entry.lasting:
                 tiers.host.remove(entry)
 
-    def remove_namespace(self, namespace: str) -> int:
-        """Remove all documents of a namespace and return their number. On disk this is one rename."""
+    def remove_namespace(self, namespace: str, keys: Collection[str] = ()) -> int:
+        """Remove all documents of a namespace and return their number. On disk this is one rename. Backends
+        that cannot list a namespace look for ``keys``, too.
+        """
         with self._tiers.open(changing=True):
-            return self._removal.remove_namespace(namespace)
+            return self._removal.remove_namespace(namespace, keys)
 
     def clear(self) -> None:
         """Remove everything from every tier, including what the scan has not reached."""

@@ -80,6 +80,21 @@ def test_documents_survive_restarts_and_removal_means_removal(config: dict[str, 
     store.close()
 
 
+def test_a_namespace_is_removed_with_what_only_the_device_names(config: dict[str, Any]) -> None:
+    """A restarted process has met no document of the backend's."""
+    document, other = Sample(1, 18, namespace="space-0"), Sample(2, 18, namespace="space-1")
+    store = _open(config)
+    for each in (document, other):
+        each.put(store)
+    flushed(store)
+    store.close()
+    store = _open(config)
+    assert store.remove_namespace("space-0", [document.key]) == 1
+    assert document.found(store) is None
+    assert other.found(store) is not None
+    store.close()
+
+
 def test_damaged_and_foreign_pages_are_misses(config: dict[str, Any]) -> None:
     document = Sample(1, 18)
     store = _open(config)

@@ -41,7 +41,7 @@ def tree() -> Any:
 
 def documents_of(tree: Any) -> DeviceDocuments:
     tiers: Any = SimpleNamespace(
-        remove=lambda key, namespace: False, remove_namespace=lambda namespace: 0, clear=lambda: None
+        remove=lambda key, namespace: False, remove_namespace=lambda namespace, keys: 0, clear=lambda: None
     )
     return DeviceDocuments(None, tree, tiers)
 
@@ -129,6 +129,26 @@ def test_many_documents_on_the_device_are_swept_seldom(tree: Any, monkeypatch: p
     tree.remove_keys({f"{number:032x}" for number in range(63)})
     documents.sweep()
     assert documents.remove_namespace("acme") == 1, "the others are forgotten"
+
+
+def test_a_removed_namespace_is_not_looked_for_document_by_document(
+    tree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents, keys = documents_of(tree), [f"{number:032x}" for number in range(8)]
+    given: list[str] = []
+
+    def removed(namespace: str, also: list[str]) -> int:
+        given.extend(also)
+        return 3
+
+    for number, key in enumerate(keys):
+        documents.document_request(Running(key), "acme")
+        insert(tree, array("q", range(8)), torch.arange(8) + 8 * (number + 4), key=key)
+    monkeypatch.setattr(documents._tiers, "remove", lambda *_: pytest.fail("one call has removed all"))
+    monkeypatch.setattr(documents._tiers, "remove_namespace", removed)
+    assert documents.remove_namespace("acme") == 8
+    assert sorted(given) == keys, "for a backend that lists nothing"
+    assert set(tree.tokens_by_key()) == {THEIRS}
 
 
 def test_a_busy_namespace_caches_again_after_a_removal(tree: Any) -> None:

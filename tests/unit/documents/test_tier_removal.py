@@ -396,6 +396,47 @@ def test_a_namespace_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> No
         assert [path.parent.name for path in files_of(tmp_path)] == ["a"]
 
 
+def test_a_namespace_is_moved_aside_by_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler waits for it, however many documents there are."""
+    documents = [Sample(number, 16, namespace=f"space-{number % 2}") for number in range(20)]
+    alone = Sample(20, 16, namespace="space-0")
+    moved, discard = [], page_files.DocumentFiles._discard
+
+    def counted(files: page_files.DocumentFiles, path: Path) -> Path:
+        moved.append(path.name)
+        return discard(files, path)
+
+    with opened(tmp_path) as store:
+        for document in documents:
+            document.put(store)
+        store.put(alone.meta, alone.k, alone.v, to_disk=False)
+        flushed(store)
+        monkeypatch.setattr(page_files.DocumentFiles, "_discard", counted)
+        assert store.remove_namespace("space-0") == 11
+        assert moved == ["space-0"]
+        assert alone.found(store) is None
+        assert [document.found(store) is None for document in documents] == [True, False] * 10
+        store.check_integrity()
+        flushed(store)
+        assert len(files_of(tmp_path)) == 10
+        store.clear()
+        assert moved == ["space-0", "space-1"]
+        store.check_integrity()
+
+
+def test_a_namespace_takes_no_file_of_another_out_of_the_accounts(tmp_path: Path) -> None:
+    document, other = Sample(1, 16, namespace="mine"), Sample(2, 16, namespace="theirs")
+    with opened(tmp_path) as store:
+        document.put(store)
+        other.put(store)
+        flushed(store)
+        mine, theirs = sorted(files_of(tmp_path), key=lambda path: path.parent.name)
+        shutil.copy(mine, theirs.parent)
+        store.remove_namespace("theirs")
+        flushed(store)
+        assert len(files_of(tmp_path)) == store.stat()["disk"]["documents"]
+
+
 def test_a_removal_of_what_is_nowhere_is_no_failure_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
