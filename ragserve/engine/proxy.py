@@ -57,7 +57,7 @@ class ReverseProxy:
             await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
             return
         headers = [(k, v) for k, v in scope["headers"] if k.lower() not in _NOT_FORWARDED]
-        if self._key is not None:
+        if self._key:
             headers.append((b"authorization", f"Bearer {self._key.get_secret_value()}".encode()))
         url = httpx.URL(self._address().rstrip("/"))
         query = scope.get("query_string", b"")

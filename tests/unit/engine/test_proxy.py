@@ -77,6 +77,14 @@ def test_paths_arrive_as_they_were_sent(seen: list[httpx.Request]) -> None:
     ]
 
 
+@pytest.mark.parametrize("key", [None, SecretStr("")])
+def test_an_engine_without_a_key_gets_none(seen: list[httpx.Request], key: SecretStr | None) -> None:
+    forward(
+        ReverseProxy(load(engine_url="http://engine.internal", engine_api_key=key)), b"/generate", "/generate"
+    )
+    assert "authorization" not in seen[0].headers
+
+
 class Leaving:
     """An ASGI connection whose client sends ``pieces`` of a body, waits until it is told to leave, and never
     receives twice at once. ``status`` of the answer."""
