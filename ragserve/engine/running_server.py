@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import httpx
 
 from ragserve.children import end_with_parent
+from ragserve.config import SECRETS
 from ragserve.engine.ports import hold_port, port_of
 from ragserve.errors import Unavailable
 
@@ -87,6 +88,8 @@ def running_server(
         log = data_dir / f"server-{port}.log"
         own = {"idle_tuning": False, "verify_share": 0, "query_log_bytes": 0}
         options = {"data_dir": data_dir, "port": port, **own, **flags}
+        # every user of the machine may read a command line
+        env = env | {f"RAGSERVE_{name.upper()}": str(options.pop(name)) for name in SECRETS & options.keys()}
         command = [sys.executable, "-m", "ragserve.cli", "serve", *(["--worker"] if worker else [])]
         for name, value in options.items():
             command += ["--" + name.replace("_", "-"), str(value)]

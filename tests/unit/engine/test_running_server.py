@@ -1,4 +1,4 @@
-"""Servers for one piece of work share nothing with those that the environment is set up for."""
+"""How servers for one piece of work are started, and what they share with those of the environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from ragserve.config import Settings, load
+from ragserve.config import SECRETS, Settings, load
 from ragserve.engine import running_server as module
 from ragserve.engine.running_server import running_server
 
@@ -19,17 +19,24 @@ class _Started(Exception):
     """In place of a start."""
 
 
-def settings_of_a_server(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Settings:
-    """What a server that is started reads of environment and file."""
+def started(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Sequence[str], Mapping[str, str]]:
+    """The command of a server that is started, and what is added to its environment."""
+    seen: list[tuple[Sequence[str], Mapping[str, str]]] = []
 
-    def spawn(_command: Sequence[str], _output: BinaryIO, env: Mapping[str, str], **_: Any) -> Any:
-        for name, value in env.items():
-            monkeypatch.setenv(name, value)
+    def spawn(command: Sequence[str], _output: BinaryIO, env: Mapping[str, str], **_: Any) -> Any:
+        seen.append((command, env))
         raise _Started
 
     monkeypatch.setattr(module, "spawn", spawn)
     with pytest.raises(_Started), running_server(**options):
         pass
+    return seen[0]
+
+
+def settings_of_a_server(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Settings:
+    """What a server that is started reads of environment and file."""
+    for name, value in started(monkeypatch, **options)[1].items():
+        monkeypatch.setenv(name, value)
     return load()
 
 
@@ -57,3 +64,12 @@ def test_on_a_data_folder_they_are_the_ones_that_are_set(
     settings = settings_of_a_server(monkeypatch, data_dir=tmp_path)
     assert settings.registry_url is not None
     assert settings.registry_url.get_secret_value() == URL
+
+
+def test_secrets_are_on_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every user of the machine may read it."""
+    secrets = {name: f"postgresql://{name}" for name in SECRETS}
+    command, env = started(monkeypatch, data_dir=tmp_path, env={"OTHER": "1"}, top_k=7, **secrets)
+    assert not [text for text in command if "postgresql" in text]
+    assert command[command.index("--top-k") + 1] == "7"
+    assert env == {"OTHER": "1"} | {f"RAGSERVE_{name.upper()}": text for name, text in secrets.items()}
