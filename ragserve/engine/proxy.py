@@ -26,7 +26,8 @@ _HOP_BY_HOP = {
     b"upgrade",
 }
 # set by httpx, or not for the engine
-_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"authorization", b"accept-encoding"}
+_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"authorization", b"cookie", b"accept-encoding"}
+_NOT_RETURNED = _HOP_BY_HOP | {b"set-cookie"}  # browsers would take it for one of ours
 
 
 class ReverseProxy:
@@ -98,7 +99,7 @@ class ReverseProxy:
             ) from error
         forwarded.set()  # an engine that refuses does not read all of a body
         try:
-            kept = [(k.lower(), v) for k, v in response.headers.raw if k.lower() not in _HOP_BY_HOP]
+            kept = [(k.lower(), v) for k, v in response.headers.raw if k.lower() not in _NOT_RETURNED]
             await send({"type": "http.response.start", "status": response.status_code, "headers": kept})
             async for piece in response.aiter_raw():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
