@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import httpx
 import pytest
 
 from ragserve.config import SECRETS, Settings, load
 from ragserve.engine import running_server as module
 from ragserve.engine.running_server import running_server
+from ragserve.errors import Unavailable
 
 URL = "postgresql://u:secret@db/registry"
 
@@ -73,3 +75,42 @@ def test_secrets_are_on_no_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     assert not [text for text in command if "postgresql" in text]
     assert command[command.index("--top-k") + 1] == "7"
     assert env == {"OTHER": "1"} | {f"RAGSERVE_{name.upper()}": text for name, text in secrets.items()}
+
+
+def test_it_listens_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGSERVE_HOST", "0.0.0.0")
+    command, _ = started(monkeypatch)
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *statuses: int, **options: Any) -> list[str | None]:
+    """The keys with which a server is asked whether it is ready, which answers by ``statuses``."""
+    keys: list[str | None] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        keys.append(request.headers.get("authorization"))
+        return httpx.Response(statuses[len(keys) - 1])
+
+    client, spawn = httpx.Client, module.spawn
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(httpx, "Client", lambda **given: client(transport=transport, **given))
+    monkeypatch.setattr(module, "spawn", lambda _, *rest, **given: spawn(["sleep", "900"], *rest, **given))
+    with running_server(**options):
+        return keys
+
+
+def test_a_server_whose_key_is_unknown_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the data folder's keys, of ragserve.toml, or a sign-in: it is never ready for us."""
+    with pytest.raises(Unavailable, match="needs a key"):
+        asked(monkeypatch, 503, 401)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"api_key": "given"}, {"env": {"RAGSERVE_API_KEY": "given"}}], ids=str
+)
+def test_it_is_asked_with_the_key_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("RAGSERVE_API_KEY", "inherited")
+    key = f"Bearer {'given' if options else 'inherited'}"
+    assert asked(monkeypatch, 503, 200, **options) == [key, key]
