@@ -54,8 +54,7 @@ def test_without_a_data_folder_registry_and_store_are_its_own(
         lines = f'registry_url = "{URL}"\nkv_storage = "shared"\n[kv_storage_args]\nfolder = "/store"\n'
         Path("ragserve.toml").write_text(lines)
     settings = settings_of_a_server(monkeypatch)
-    assert settings.registry_url is not None
-    assert not settings.registry_url.get_secret_value()
+    assert settings.registry_url is None
     assert not settings.shared_store
 
 
