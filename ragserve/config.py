@@ -397,6 +397,15 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, SignOnSett
         """``strategy``, parsed."""
         return parse(self.strategy)[0]
 
+    @field_validator(
+        *("registry_url", "tokenizer", "engine_url", "workers", "router_url"),
+        *("kernel_cache_dir", "decode_heads", "otlp_endpoint"),
+        mode="before",
+    )
+    @classmethod
+    def _none_if_empty(cls, value: Any) -> Any:
+        return value or None  # compose gives variables that are not set as empty
+
     @field_validator("strategy")
     @classmethod
     def _one_strategy(cls, text: str) -> str:

@@ -26,7 +26,8 @@ _HOP_BY_HOP = {
     b"upgrade",
 }
 # set by httpx, or not for the engine
-_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"authorization", b"accept-encoding"}
+_NOT_FORWARDED = _HOP_BY_HOP | {b"host", b"content-length", b"authorization", b"cookie", b"accept-encoding"}
+_NOT_RETURNED = _HOP_BY_HOP | {b"set-cookie"}  # browsers would take it for one of ours
 
 
 class ReverseProxy:
@@ -57,7 +58,7 @@ class ReverseProxy:
             await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
             return
         headers = [(k, v) for k, v in scope["headers"] if k.lower() not in _NOT_FORWARDED]
-        if self._key is not None:
+        if self._key:
             headers.append((b"authorization", f"Bearer {self._key.get_secret_value()}".encode()))
         url = httpx.URL(self._address().rstrip("/"))
         query = scope.get("query_string", b"")
@@ -98,7 +99,7 @@ class ReverseProxy:
             ) from error
         forwarded.set()  # an engine that refuses does not read all of a body
         try:
-            kept = [(k.lower(), v) for k, v in response.headers.raw if k.lower() not in _HOP_BY_HOP]
+            kept = [(k.lower(), v) for k, v in response.headers.raw if k.lower() not in _NOT_RETURNED]
             await send({"type": "http.response.start", "status": response.status_code, "headers": kept})
             async for piece in response.aiter_raw():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})

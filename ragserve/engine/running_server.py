@@ -18,7 +18,8 @@ from typing import Any, BinaryIO
 import httpx
 
 from ragserve.children import end_with_parent
-from ragserve.engine.ports import hold_port, port_of
+from ragserve.config import SECRETS
+from ragserve.engine.ports import LOOPBACK, hold_port, port_of
 from ragserve.errors import Unavailable
 
 START_TIMEOUT_S = 300
@@ -71,12 +72,13 @@ def running_server(
     **flags: Any,
 ) -> Iterator[RunningServer]:
     """Start `ragserve serve` (``--worker``) with the settings ``flags`` (``port=0``: a free one), wait until
-    /ready, and stop it at the end of the block. It verifies nothing by itself and keeps no questions unless
-    ``flags`` say so. Without a ``data_dir`` it has an empty one, and shares neither a registry nor a store
-    of documents' KV with other servers.
+    /ready, and stop it at the end of the block. It listens on loopback, verifies nothing by itself and keeps
+    no questions unless ``flags`` say so. Without a ``data_dir`` it has an empty one, and shares neither a
+    registry nor a store of documents' KV with other servers.
 
     The server is killed when the thread that started it ends, for instance by a kill, unless ``outlive``.
-    Raises Unavailable with the end of the log if the server does not come up."""
+    Raises Unavailable: with the end of the log if the server does not come up, and if it needs a key that it
+    was not given."""
     with contextlib.ExitStack() as stack:
         env = env or {}
         if data_dir is None:
@@ -85,16 +87,18 @@ def running_server(
         data_dir.mkdir(parents=True, exist_ok=True)
         port = port_of(stack.enter_context(hold_port(port=flags.pop("port", 0))))
         log = data_dir / f"server-{port}.log"
-        own = {"idle_tuning": False, "verify_share": 0, "query_log_bytes": 0}
+        own = {"host": LOOPBACK, "idle_tuning": False, "verify_share": 0, "query_log_bytes": 0}
         options = {"data_dir": data_dir, "port": port, **own, **flags}
+        # every user of the machine may read a command line
+        env = env | {f"RAGSERVE_{name.upper()}": str(options.pop(name)) for name in SECRETS & options.keys()}
         command = [sys.executable, "-m", "ragserve.cli", "serve", *(["--worker"] if worker else [])]
         for name, value in options.items():
             command += ["--" + name.replace("_", "-"), str(value)]
         started = time.monotonic()
         output = stack.enter_context(log.open("wb"))
         process = spawn(command, output, env, outlive=outlive)
-        api_key = str(flags["api_key"]) if "api_key" in flags else None
-        server = RunningServer(f"http://127.0.0.1:{port}", data_dir, process, log, 0.0, api_key)
+        api_key = (os.environ | env).get("RAGSERVE_API_KEY")
+        server = RunningServer(f"http://{LOOPBACK}:{port}", data_dir, process, log, 0.0, api_key)
         stack.callback(_stop, server)
         _wait_ready(server)
         server.start_s = time.monotonic() - started
@@ -131,8 +135,13 @@ def _wait_ready(server: RunningServer) -> None:
             if server.process.poll() is not None:
                 raise Unavailable(f"The server exited with {server.process.returncode}:\n{_tail(server.log)}")
             with contextlib.suppress(httpx.HTTPError):
-                if client.get("/ready").status_code == httpx.codes.OK:
+                status = client.get("/ready").status_code
+                if status == httpx.codes.OK:
                     return
+                if status == httpx.codes.UNAUTHORIZED:
+                    raise Unavailable(
+                        "The server that was started needs a key.", hint="Set RAGSERVE_API_KEY."
+                    )
             time.sleep(0.1)
     raise Unavailable(f"The server was not ready within {START_TIMEOUT_S} s:\n{_tail(server.log)}")
 

@@ -19,5 +19,5 @@ def open_store(settings: Settings) -> IndexStore:
         settings.data_dir,
         index_type=settings.index_type,
         device=settings.index_device,
-        registry_url=None if url is None else url.get_secret_value() or None,
+        registry_url=None if url is None else url.get_secret_value(),
     )

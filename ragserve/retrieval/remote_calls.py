@@ -109,7 +109,7 @@ class RemoteModel:
         import httpx
 
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
-        if self._key is not None:
+        if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         return httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(None, connect=_CONNECT_S))
 

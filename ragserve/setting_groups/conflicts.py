@@ -9,6 +9,8 @@ _SENT_KEYS = ("engine_api_key", "embedder_api_key", "rerank_api_key")
 
 def conflict(settings: Any) -> str | None:
     """Return what is wrong with a `Settings` as a whole, and what to change; None if nothing is."""
+    if settings.api_key is not None and not settings.api_key.get_secret_value().strip():
+        return "api_key is empty: give a key, or unset --api-key (RAGSERVE_API_KEY)"
     if settings.host not in {"127.0.0.1", "localhost", "::1"} and not settings.has_key:
         return (
             f"host {settings.host!r} would serve everyone who can reach it: set --api-key "

@@ -48,7 +48,7 @@ class Keyring:
             return self._anyone
         scheme, _, secret = authorization.partition(b" ")
         secret = secret.strip() if scheme.lower() == b"bearer" else b""
-        if self._api_key is not None and hmac.compare_digest(secret, self._api_key):
+        if self._api_key and hmac.compare_digest(secret, self._api_key):
             return self._master
         if self._unreadable is not None:
             raise self._unreadable

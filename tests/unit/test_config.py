@@ -35,6 +35,31 @@ def test_open_address_needs_an_api_key() -> None:
     assert settings_from(host="0.0.0.0", api_key="secret").host == "0.0.0.0"
 
 
+@pytest.mark.parametrize("key", ["", " \n"])
+def test_an_empty_api_key_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compose makes of a variable that is not set. It would open the server to everyone."""
+    monkeypatch.setenv("RAGSERVE_API_KEY", key)
+    for host in ("0.0.0.0", "127.0.0.1"):
+        with pytest.raises(InvalidRequest, match="api_key is empty"):
+            settings_from(host=host)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("registry_url", "tokenizer", "engine_url", "workers", "router_url"),
+        *("kernel_cache_dir", "decode_heads", "otlp_endpoint"),
+    ],
+)
+def test_an_empty_address_or_path_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is also how an environment goes without one that the file names."""
+    Path("ragserve.toml").write_text(f'{name} = "http://there:1"\n')
+    monkeypatch.setenv(f"RAGSERVE_{name.upper()}", "")
+    settings = settings_from()
+    assert getattr(settings, name) is None
+    assert not settings.engine_elsewhere
+
+
 def test_a_server_without_keys_of_documents_cannot_rerank_by_them() -> None:
     assert load(rerank="keys").rerank == "keys"
     for without in ({"engine_url": "http://localhost:1"}, {"kv_bits": 8, "sparse_attention": "on"}):

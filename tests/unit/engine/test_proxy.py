@@ -77,13 +77,50 @@ def test_paths_arrive_as_they_were_sent(seen: list[httpx.Request]) -> None:
     ]
 
 
+@pytest.mark.parametrize("key", [None, SecretStr("")])
+def test_an_engine_without_a_key_gets_none(seen: list[httpx.Request], key: SecretStr | None) -> None:
+    forward(
+        ReverseProxy(load(engine_url="http://engine.internal", engine_api_key=key)), b"/generate", "/generate"
+    )
+    assert "authorization" not in seen[0].headers
+
+
+@pytest.mark.parametrize("name", [b"authorization", b"Cookie"])
+def test_callers_credentials_stay_here(monkeypatch: pytest.MonkeyPatch, name: bytes) -> None:
+    """A cookie of single sign-on is good for all that its user may do."""
+    seen: list[httpx.Headers] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers)
+        return httpx.Response(200, stream=httpx.ByteStream(b""))
+
+    client = Leaving(b"{}")
+    headers = [(b"content-length", b"2"), (b"x-other", b"1"), (name, b"__Host-ragserve=session")]
+    asyncio.run(client.through(engine_of(monkeypatch, answer), *headers))
+    assert seen[0]["x-other"] == "1"
+    assert "session" not in str(seen[0].raw)
+
+
+def test_an_engine_sets_no_cookie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Browsers would send it with requests to the server."""
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        headers = {"Set-Cookie": "__Host-ragserve=other", "X-Other": "1"}
+        return httpx.Response(200, headers=headers, stream=httpx.ByteStream(b""))
+
+    client = Leaving(b"{}")
+    asyncio.run(client.through(engine_of(monkeypatch, answer), (b"content-length", b"2")))
+    assert client.headers == [(b"x-other", b"1")]
+
+
 class Leaving:
     """An ASGI connection whose client sends ``pieces`` of a body, waits until it is told to leave, and never
-    receives twice at once. ``status`` of the answer."""
+    receives twice at once. ``status`` and ``headers`` of the answer."""
 
     def __init__(self, *pieces: bytes, ends: bool = True) -> None:
         self.left = asyncio.Event()
         self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
         self._messages = [
             {"type": "http.request", "body": piece, "more_body": not ends or n < len(pieces) - 1}
             for n, piece in enumerate(pieces)
@@ -101,6 +138,7 @@ class Leaving:
 
     async def send(self, message: Any) -> None:
         self.status = message.get("status", self.status)
+        self.headers += message.get("headers", [])
 
     async def through(self, proxy: ReverseProxy, *headers: tuple[bytes, bytes]) -> None:
         scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}

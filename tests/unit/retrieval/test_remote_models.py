@@ -269,6 +269,12 @@ def test_an_index_is_of_the_model_and_not_of_its_host_or_key() -> None:
     assert Embedder.of(one).name == embedder_name(one)
 
 
+@pytest.mark.parametrize("key", [None, SecretStr("")])
+def test_without_a_key_no_header_is_sent(key: SecretStr | None) -> None:
+    remote = RemoteModel("rerank", "e5", RemoteAddress("http://host/v1", "e5"), key)
+    assert "authorization" not in remote.client().headers
+
+
 def test_keys_are_in_no_dump_of_the_settings() -> None:
     settings = Settings(embedder_api_key=SecretStr(KEY), rerank_api_key=SecretStr(KEY))
     assert KEY not in f"{settings!r}{settings.model_dump_json()}"

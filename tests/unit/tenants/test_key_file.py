@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from ragserve.errors import Conflict, InvalidRequest, NotFound, Unauthorized, Unavailable
 from ragserve.tenants.key_file import KeyFile
 from ragserve.tenants.keyring import Keyring
 from tests.campaigns.troubles import few_descriptors
@@ -95,3 +95,13 @@ def test_keys_that_could_not_be_read_once_count_again(tmp_path: Path) -> None:
     with few_descriptors(0), pytest.raises(Unavailable, match="Too many open files"):
         server.admit(f"Bearer {secret}".encode())
     assert server.admit(f"Bearer {secret}".encode()).name == "acme"
+
+
+@pytest.mark.parametrize("tenants", [False, True])
+@pytest.mark.parametrize("header", [b"", b"Basic eDp5", b"Bearer", b"Bearer "])
+def test_an_empty_secret_is_no_key(tmp_path: Path, header: bytes, tenants: bool) -> None:
+    """Nor is the servers' own, if it is empty: requests without a key would have it."""
+    if tenants:
+        KeyFile(tmp_path).create("acme", ["a"], ["read"])
+    with pytest.raises(Unauthorized):
+        Keyring(tmp_path, "").admit(header)
