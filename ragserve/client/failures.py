@@ -65,11 +65,13 @@ def pause_before_retry(call: Call[Any], outcome: Outcome, attempt: int, retries:
 
 
 def may_pass(error: errors.RagserveError) -> bool:
-    """Return whether a server that fails so may answer later: it is being restarted, say."""
+    """Return whether a server that fails so may answer later: it is being restarted, or a rate is used up."""
     cause = error.__cause__
     if isinstance(cause, httpx.TransportError):
         return not isinstance(cause, httpx.UnsupportedProtocol)
-    return cause is None and isinstance(error, errors.Unavailable | errors.EngineError)
+    return cause is None and isinstance(
+        error, errors.TooManyRequests | errors.Unavailable | errors.EngineError
+    )
 
 
 def successful(outcome: Outcome) -> httpx.Response:
