@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -19,7 +20,13 @@ from typing import Any
 import httpx
 
 from ragserve.commands import outside_checks
-from ragserve.commands.model_checks import is_dequantised, problem_of, read_config, unreadable_file
+from ragserve.commands.model_checks import (
+    is_dequantised,
+    problem_of,
+    read_config,
+    tokenizer_name,
+    unreadable_file,
+)
 from ragserve.commands.outside_checks import Finding, Status
 from ragserve.config import Settings
 from ragserve.engine.cpu_precision import cpu_dtype
@@ -236,14 +243,17 @@ def _download(when: str) -> str:
 
 
 def _tokenizer(settings: Settings) -> Finding:
-    name = settings.tokenizer or settings.model
-    local = Path(name).is_dir()
     if {"trust_remote_code", "tokenizer_path"} & settings.engine_args.keys():
         return "skip", "engine_args say how SGLang loads it"
+    own = settings.tokenizer or Path(settings.model).is_dir()
+    if not own and (settings.engine_url or settings.workers):
+        return "skip", "the engine names it when the server starts"
+    name = tokenizer_name(settings)
+    if name is None:
+        return "skip", "it is made with the model when the server starts"
+    local = Path(name).is_dir()
     if Path(name).is_file():
         return "fail", f"{name} is a file", "Give --tokenizer a folder with tokenizer.json."
-    if not local and (settings.engine_url or settings.workers) and not settings.tokenizer:
-        return "skip", "the engine names it when the server starts"
     from transformers import AutoTokenizer
 
     from ragserve.ingest.tokenizer import without_vocabulary
@@ -371,10 +381,13 @@ def _index(settings: Settings) -> Finding:
 
 def _foreign_cuts(settings: Settings, store: IndexStore) -> list[str]:
     """Namespaces cut for another model; none where the server's is not on this machine."""
-    name = settings.tokenizer or settings.model
-    if settings.engine_elsewhere or not (Path(name) / "tokenizer.json").is_file():
+    if settings.engine_elsewhere:
         return []
-    return foreign_cuts(store, name)
+    with suppress(InvalidRequest):  # another check says it
+        name = tokenizer_name(settings)
+        if name is not None and (Path(name) / "tokenizer.json").is_file():
+            return foreign_cuts(store, name)
+    return []
 
 
 def _index_device(settings: Settings) -> Finding:
