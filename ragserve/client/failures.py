@@ -12,7 +12,7 @@ import httpx
 from pydantic import ValidationError
 
 from ragserve import errors
-from ragserve.client.calls import Call
+from ragserve.client.calls import Call, unsendable
 
 Outcome = httpx.Response | httpx.TransportError
 _KINDS = [kind for name in errors.__all__ if (kind := getattr(errors, name)) is not errors.RagserveError]
@@ -27,7 +27,7 @@ _LONGEST_PAUSE_S = 30.0
 
 @contextmanager
 def translated(url: str) -> Iterator[None]:
-    """Turn httpx's errors, and those of replies that cannot be read, into `ragserve.errors`."""
+    """Turn httpx's errors, and those of text that cannot be sent or read, into `ragserve.errors`."""
     try:
         yield
     except httpx.TimeoutException as error:
@@ -45,6 +45,8 @@ def translated(url: str) -> Iterator[None]:
         raise errors.InvalidRequest(
             f"{url!r} is not a URL: {error}", hint="Give something like http://127.0.0.1:30000."
         ) from error
+    except UnicodeEncodeError as error:
+        raise unsendable(error) from error
     except (ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise errors.Unavailable(
             f"{url} did not answer as a ragserve server does.", hint="Is that address a ragserve server?"

@@ -295,6 +295,38 @@ def test_ids_are_quoted(scripted: ScriptedHttp) -> None:
     assert scripted.seen[0][1] == "/rag/documents/..%2Fjobs%2F%C3%A4%3Fx?namespace=n"
 
 
+@both
+@pytest.mark.parametrize(
+    ("method", "arguments", "fields"),
+    [
+        ("query", ["caf\udce9?"], {}),
+        ("ingest_texts", [[{"name": "a", "text": "caf\udce9?"}]], {"namespace": "n"}),
+        ("ingest_files", [[("a", b"x")]], {"namespace": "caf\udce9?"}),
+        ("documents", ["n"], {"source_prefix": "caf\udce9?"}),
+        ("document", ["caf\udce9?", "n"], {}),
+        ("call", ["GET", "/caf\udce9?"], {}),
+    ],
+)
+def test_text_that_is_not_utf8_is_not_sent(
+    scripted: ScriptedHttp, kind: str, method: str, arguments: list[Any], fields: dict[str, Any]
+) -> None:
+    with opened(kind, scripted.url) as client:
+        with pytest.raises(errors.InvalidRequest, match=r"not UTF-8: .*\\udce9") as raised:
+            list(getattr(client, method)(*arguments, **fields))
+        assert scripted.seen == []
+    assert len(raised.value.message) < 120, "not the whole body"
+
+
+@both
+def test_a_key_that_no_header_can_hold_is_not_shown(kind: str) -> None:
+    with (
+        pytest.raises(errors.InvalidRequest, match="API key") as raised,
+        opened(kind, "http://h", api_key="sécret"),
+    ):
+        pass
+    assert "é" not in str(raised.value)
+
+
 def test_the_arguments_are_the_servers_fields() -> None:
     assert set(QueryArguments.__annotations__) == set(QueryRequest.model_fields) - {"query", "stream"}
     assert set(RetrieveArguments.__annotations__) == set(RetrieveRequest.model_fields) - {"query"}
