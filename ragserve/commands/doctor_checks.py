@@ -32,6 +32,7 @@ from ragserve.config import Settings
 from ragserve.engine.cpu_precision import cpu_dtype
 from ragserve.engine.gguf_weights import gguf_of
 from ragserve.engine.packaged_model import is_packaged, place
+from ragserve.engine.ports import address
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.files import bundled
 from ragserve.ingest.foreign_cuts import advice_of, foreign_cuts
@@ -405,6 +406,7 @@ def _index_device(settings: Settings) -> Finding:
 def _port(settings: Settings) -> Finding:
     if settings.port == 0:
         return "ok", "a free one is chosen at start"
+    where = address(settings.host, settings.port)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -414,8 +416,8 @@ def _port(settings: Settings) -> Finding:
             return "fail", f"{settings.port} needs privileges", "Choose a --port above 1023."
         except OSError as error:
             advice = "If a server already runs there, use it or stop it; otherwise choose another --port."
-            return "fail", f"{settings.host}:{settings.port}: {error.strerror or error}", advice
-    return "ok", f"{settings.host}:{settings.port} is free"
+            return "fail", f"{where}: {error.strerror or error}", advice
+    return "ok", f"{where} is free"
 
 
 def _engine(settings: Settings) -> Finding:
