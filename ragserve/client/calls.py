@@ -335,7 +335,21 @@ def _delete(path: str, kind: type[M], **params: Any) -> Call[M]:
 
 
 def _path(*parts: str) -> str:
-    return "/rag/" + "/".join(quote(part, safe="") for part in parts)
+    try:
+        return "/rag/" + "/".join(quote(part, safe="") for part in parts)
+    except UnicodeEncodeError as error:
+        raise unsendable(error) from error
+
+
+def unsendable(error: UnicodeEncodeError) -> InvalidRequest:
+    """The error of a request with characters that have no bytes."""
+    if error.encoding == "ascii":  # of headers; what they have is a secret
+        return InvalidRequest("The API key has characters outside of ASCII.", param="api_key")
+    part = error.object[max(0, error.start - 20) : error.end + 20]
+    shown = part.encode("utf-8", "backslashreplace").decode()
+    return InvalidRequest(
+        f"The request has text that is not UTF-8: {shown}", hint="Decode it by its own encoding."
+    )
 
 
 def _model(kind: type[M]) -> Callable[[httpx.Response], M]:

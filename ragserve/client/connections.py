@@ -24,8 +24,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _CONNECT_S = 10.0
-_POLL_S = 0.2
-_LONGEST_POLL_S = 5.0  # of a server that does not answer
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.2, 5.0
+_POLL_GROWTH = 1.1  # a job is seen to end after a tenth more time, and its polls leave a key's rate to others
 
 
 def _blocking(build: Callable[P, Call[T]]) -> Callable[Concatenate[Client, P], T]:
@@ -171,18 +171,19 @@ class Client:
 
         Raises ``Unavailable`` if the job fails, is cancelled or exceeds ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
-        pause_s = _POLL_S
+        poll_s = _FIRST_POLL_S
         while True:
+            wanted_s = 0.0
             try:
                 now = self.job(_id_of(job))
             except errors.RagserveError as error:
-                pause_s = _longer_pause(pause_s, error, deadline)
+                wanted_s = _wanted_pause(error, deadline)
             else:
                 on_progress(now)
                 if _is_done(now, deadline):
                     return now
-                pause_s = _POLL_S
-            time.sleep(pause_s)
+            time.sleep(max(poll_s, wanted_s))
+            poll_s = min(_POLL_GROWTH * poll_s, _LONGEST_POLL_S)
 
     def send(self, call: Call[T]) -> T:
         """Send a call and return what it reads from the reply."""
@@ -288,18 +289,19 @@ class AsyncClient:
     ) -> JobDetail:
         """As `Client.wait`."""
         deadline = time.monotonic() + timeout_s
-        pause_s = _POLL_S
+        poll_s = _FIRST_POLL_S
         while True:
+            wanted_s = 0.0
             try:
                 now = await self.job(_id_of(job))
             except errors.RagserveError as error:
-                pause_s = _longer_pause(pause_s, error, deadline)
+                wanted_s = _wanted_pause(error, deadline)
             else:
                 on_progress(now)
                 if _is_done(now, deadline):
                     return now
-                pause_s = _POLL_S
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(max(poll_s, wanted_s))
+            poll_s = min(_POLL_GROWTH * poll_s, _LONGEST_POLL_S)
 
     async def send(self, call: Call[T]) -> T:
         """Send a call and return what it reads from the reply."""
@@ -342,12 +344,13 @@ def _id_of(job: str | JobView) -> str:
     return job if isinstance(job, str) else job.job_id
 
 
-def _longer_pause(pause_s: float, error: errors.RagserveError, deadline: float) -> float:
-    """Seconds until a server that failed so is asked again, after ``pause_s`` before. Raises the error where
-    it will not pass, or not in time."""
-    if time.monotonic() > deadline or not may_pass(error):
+def _wanted_pause(error: errors.RagserveError, deadline: float) -> float:
+    """Seconds for which a server that failed so is to be left alone at least. Raises the error where it will
+    not pass, or not in time."""
+    wanted_s = error.retry_after_s if isinstance(error, errors.TooManyRequests) else 0.0
+    if time.monotonic() + wanted_s > deadline or not may_pass(error):
         raise error
-    return min(2 * pause_s, _LONGEST_POLL_S)
+    return wanted_s
 
 
 def _is_done(job: JobDetail, deadline: float) -> bool:

@@ -12,7 +12,7 @@ import httpx
 from pydantic import ValidationError
 
 from ragserve import errors
-from ragserve.client.calls import Call
+from ragserve.client.calls import Call, unsendable
 
 Outcome = httpx.Response | httpx.TransportError
 _KINDS = [kind for name in errors.__all__ if (kind := getattr(errors, name)) is not errors.RagserveError]
@@ -27,7 +27,7 @@ _LONGEST_PAUSE_S = 30.0
 
 @contextmanager
 def translated(url: str) -> Iterator[None]:
-    """Turn httpx's errors, and those of replies that cannot be read, into `ragserve.errors`."""
+    """Turn httpx's errors, and those of text that cannot be sent or read, into `ragserve.errors`."""
     try:
         yield
     except httpx.TimeoutException as error:
@@ -45,6 +45,8 @@ def translated(url: str) -> Iterator[None]:
         raise errors.InvalidRequest(
             f"{url!r} is not a URL: {error}", hint="Give something like http://127.0.0.1:30000."
         ) from error
+    except UnicodeEncodeError as error:
+        raise unsendable(error) from error
     except (ValidationError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise errors.Unavailable(
             f"{url} did not answer as a ragserve server does.", hint="Is that address a ragserve server?"
@@ -65,11 +67,13 @@ def pause_before_retry(call: Call[Any], outcome: Outcome, attempt: int, retries:
 
 
 def may_pass(error: errors.RagserveError) -> bool:
-    """Return whether a server that fails so may answer later: it is being restarted, say."""
+    """Return whether a server that fails so may answer later: it is being restarted, or a rate is used up."""
     cause = error.__cause__
     if isinstance(cause, httpx.TransportError):
         return not isinstance(cause, httpx.UnsupportedProtocol)
-    return cause is None and isinstance(error, errors.Unavailable | errors.EngineError)
+    return cause is None and isinstance(
+        error, errors.TooManyRequests | errors.Unavailable | errors.EngineError
+    )
 
 
 def successful(outcome: Outcome) -> httpx.Response:

@@ -84,6 +84,7 @@ def adapt(
     whole prompts are answered worse than before. Needs the extra `train`."""
     from ragserve.adapt.adaptation import Adaptation
     from ragserve.adapt.adaptation import adapt as run
+    from ragserve.adapt.model_folder import check_out
     from ragserve.adapt.training import TrainingOptions
     from ragserve.errors import InvalidRequest
     from ragserve.progress_lines import progress_lines
@@ -94,6 +95,7 @@ def adapt(
     if namespace is not None:
         with open_store(settings) as store:
             store.namespace(namespace)  # before a model is loaded for nothing
+    check_out(out, model)  # "." and "/" have no name to make another of
     options = TrainingOptions(60 * minutes, steps, batch, every, rate, answer_tokens)
     job = Adaptation(
         model,

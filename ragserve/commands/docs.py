@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import chain, islice
@@ -374,8 +375,13 @@ def _warm_by_server(
             if not as_json:
                 now("warming", f"{job.chunks:,} chunks, {job.tokens:,} tokens computed")
 
+        submitted = client.warm(namespace, doc)
         try:
-            job = client.wait(client.warm(namespace, doc), on_progress=say)
+            job = client.wait(submitted, timeout_s=math.inf, on_progress=say)
+        except KeyboardInterrupt:
+            client.cancel_job(submitted.job_id)
+            typer.echo(f"cancelled {submitted.job_id}", err=True)
+            raise typer.Exit(130) from None
         except Unavailable:
             if not seen or seen[0].state != "cancelled":
                 raise

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
@@ -19,12 +20,19 @@ from typing import Any
 import httpx
 
 from ragserve.commands import outside_checks
-from ragserve.commands.model_checks import is_dequantised, problem_of, read_config, unreadable_file
+from ragserve.commands.model_checks import (
+    is_dequantised,
+    problem_of,
+    read_config,
+    tokenizer_name,
+    unreadable_file,
+)
 from ragserve.commands.outside_checks import Finding, Status
 from ragserve.config import Settings
 from ragserve.engine.cpu_precision import cpu_dtype
 from ragserve.engine.gguf_weights import gguf_of
 from ragserve.engine.packaged_model import is_packaged, place
+from ragserve.engine.ports import address
 from ragserve.errors import InvalidRequest, RagserveError
 from ragserve.files import bundled
 from ragserve.ingest.foreign_cuts import advice_of, foreign_cuts
@@ -236,14 +244,17 @@ def _download(when: str) -> str:
 
 
 def _tokenizer(settings: Settings) -> Finding:
-    name = settings.tokenizer or settings.model
-    local = Path(name).is_dir()
     if {"trust_remote_code", "tokenizer_path"} & settings.engine_args.keys():
         return "skip", "engine_args say how SGLang loads it"
+    own = settings.tokenizer or Path(settings.model).is_dir()
+    if not own and (settings.engine_url or settings.workers):
+        return "skip", "the engine names it when the server starts"
+    name = tokenizer_name(settings)
+    if name is None:
+        return "skip", "it is made with the model when the server starts"
+    local = Path(name).is_dir()
     if Path(name).is_file():
         return "fail", f"{name} is a file", "Give --tokenizer a folder with tokenizer.json."
-    if not local and (settings.engine_url or settings.workers) and not settings.tokenizer:
-        return "skip", "the engine names it when the server starts"
     from transformers import AutoTokenizer
 
     from ragserve.ingest.tokenizer import without_vocabulary
@@ -371,10 +382,13 @@ def _index(settings: Settings) -> Finding:
 
 def _foreign_cuts(settings: Settings, store: IndexStore) -> list[str]:
     """Namespaces cut for another model; none where the server's is not on this machine."""
-    name = settings.tokenizer or settings.model
-    if settings.engine_elsewhere or not (Path(name) / "tokenizer.json").is_file():
+    if settings.engine_elsewhere:
         return []
-    return foreign_cuts(store, name)
+    with suppress(InvalidRequest):  # another check says it
+        name = tokenizer_name(settings)
+        if name is not None and (Path(name) / "tokenizer.json").is_file():
+            return foreign_cuts(store, name)
+    return []
 
 
 def _index_device(settings: Settings) -> Finding:
@@ -392,6 +406,7 @@ def _index_device(settings: Settings) -> Finding:
 def _port(settings: Settings) -> Finding:
     if settings.port == 0:
         return "ok", "a free one is chosen at start"
+    where = address(settings.host, settings.port)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -401,8 +416,8 @@ def _port(settings: Settings) -> Finding:
             return "fail", f"{settings.port} needs privileges", "Choose a --port above 1023."
         except OSError as error:
             advice = "If a server already runs there, use it or stop it; otherwise choose another --port."
-            return "fail", f"{settings.host}:{settings.port}: {error.strerror or error}", advice
-    return "ok", f"{settings.host}:{settings.port} is free"
+            return "fail", f"{where}: {error.strerror or error}", advice
+    return "ok", f"{where} is free"
 
 
 def _engine(settings: Settings) -> Finding:

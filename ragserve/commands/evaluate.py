@@ -180,10 +180,13 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="Model of the engine or server that is started.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--json", help="File for the report; over REST, one file per set."),
+        typer.Option("--json", dir_okay=False, help="File for the report; over REST, one file per set."),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="File for the report as a web page; with --namespace or --documents.")
+        Path | None,
+        typer.Option(
+            dir_okay=False, help="File for the report as a web page; with --namespace or --documents."
+        ),
     ] = None,
     write_gate: Annotated[
         bool,
@@ -194,7 +197,7 @@ def evaluate(
         ),
     ] = False,
     records: Annotated[
-        Path | None, typer.Option(help="File for one JSON line per question and strategy.")
+        Path | None, typer.Option(dir_okay=False, help="File for one JSON line per question and strategy.")
     ] = None,
 ) -> None:
     """Measure the answers of strategies over question sets. Exits with 1 if a request failed.

@@ -147,11 +147,11 @@ def _moment(text: str) -> datetime:
         return datetime.now(UTC).replace(microsecond=0) + timedelta(days=int(days[1]))
     try:
         found = datetime.fromisoformat(text)
-    except ValueError:
+        return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):  # the latter: in UTC, it is before the year 1 or after 9999
         raise InvalidRequest(
             f"{text!r} is neither a number of days nor a date.", hint="As in --expires 90d or 2027-12-31."
         ) from None
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def _plain(key: TenantKey) -> dict[str, Any]:
@@ -167,5 +167,5 @@ def _line(key: TenantKey) -> str:
     facts += [f"of them those in the header {key.labels_header}"] if key.labels_header else []
     facts += [_SHOWN_LIMITS[name].format(value) for name, value in limits.items()]
     if key.expires_at is not None:
-        facts.append(f"{'expired' if key.expired else 'expires'} {key.expires_at:%Y-%m-%d %H:%M} UTC")
+        facts.append(f"{'expired' if key.expired else 'expires'} {key.expires_at:%Y-%m-%d %H:%M %Z}")
     return f"{key.key_id}  {key.name}: {'; '.join(facts)}"

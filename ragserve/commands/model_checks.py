@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ragserve.config import Settings
+from ragserve.engine import gguf_weights
+from ragserve.engine.packaged_model import is_packaged, place
 from ragserve.engine.packed_weights import METHODS, method_of
 
 Problem = tuple[str, str]
@@ -112,6 +114,20 @@ def quantised_for_others(config: dict[str, Any], options: dict[str, Any]) -> Pro
     if method in METHODS:
         advice = f"Give --model a folder with them, not an id: {', '.join(METHODS)} are dequantised then."
     return f"its weights are quantised ({method}), which SGLang cannot run on this CPU", advice
+
+
+def tokenizer_name(settings: Settings) -> str | None:
+    """The folder or id that a server loads its tokenizer from; None if it is still to be made. Raises
+    InvalidRequest."""
+    if settings.tokenizer:
+        return settings.tokenizer
+    if is_packaged(settings.model):
+        made = place()
+    elif (file := gguf_weights.gguf_of(settings.model)) is not None:
+        made = gguf_weights.place(file, settings.data_dir / "models")
+    else:
+        return settings.model
+    return str(made) if (made / "config.json").is_file() else None
 
 
 def is_dequantised(settings: Settings) -> bool:

@@ -16,7 +16,7 @@ from ragserve.cache import lock
 from ragserve.commands.options import with_settings
 from ragserve.commands.serve_checks import check_start
 from ragserve.config import Settings
-from ragserve.engine.ports import KEEP_ALIVE_S, hold_port, port_of
+from ragserve.engine.ports import KEEP_ALIVE_S, address, hold_port, port_of
 from ragserve.files import temporary_folder
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ def _serve(settings: Settings, listener: socket.socket, worker: bool) -> None:
     logs.configure(settings.log_level, settings.log_format)
     if settings.otlp_endpoint is not None:
         tracing.start(tracing.exporter(settings.otlp_endpoint))
-    _say(settings, f"starting on http://{settings.host}:{settings.port} (data in {settings.data_dir})")
+    _say(
+        settings, f"starting on http://{address(settings.host, settings.port)} (data in {settings.data_dir})"
+    )
     if not settings.has_key:
         _say(settings, "no API key set, so only this machine can connect")
     try:
@@ -178,7 +180,7 @@ def _announced(
 ) -> ASGIApp:
     """Wrap ``app``: end the answers of a ``starting`` server when the start-up is complete, and say where the
     server and its ``pages`` are, and how long the engine took by its ``info``."""
-    url = f"http://{settings.host}:{settings.port}"
+    url = f"http://{address(settings.host, settings.port)}"
     where = f"; playground: {url}/playground, API: {url}/docs" if pages else ""
 
     async def announced(scope: Scope, receive: Receive, send: Send) -> None:

@@ -57,7 +57,12 @@ def as_folder(file: Path, folder: Path, say: Callable[[str], None] = lambda line
     it is not there. ``say`` gets a line when that begins.
 
     Raises InvalidRequest for a file that transformers cannot read, and StorageFull."""
-    return made_once(file, folder / f"{file.stem}-{digest([file])}", _write, say)
+    return made_once(file, place(file, folder), _write, say)
+
+
+def place(file: Path, folder: Path) -> Path:
+    """The folder that `as_folder` makes of a file, there or not."""
+    return folder / f"{file.stem}-{digest([file])}"
 
 
 def made_once(

@@ -31,7 +31,7 @@ def hold_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     except OSError as error:
         held.close()
         raise Conflict(
-            f"Cannot bind {host}:{port}: {error.strerror}.",
+            f"Cannot bind {address(host, port)}: {error.strerror}.",
             hint="Stop the process that uses it, or choose another port with --port.",
             code="port_in_use",
         ) from error
@@ -41,3 +41,8 @@ def hold_port(host: str = LOOPBACK, port: int = 0) -> socket.socket:
 def port_of(held: socket.socket) -> int:
     """Return the number of a held port."""
     return int(held.getsockname()[1])
+
+
+def address(host: str, port: int) -> str:
+    """Return host and port as a URL has them: an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

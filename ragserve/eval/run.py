@@ -6,6 +6,7 @@ to retrieval or to reading."""
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -167,7 +168,7 @@ def ingested(
     try:
         for batch in _batches(passages):
             texts: list[TextDocument] = [{"name": p.key, "title": p.title, "text": p.text} for p in batch]
-            job = client.wait(client.ingest_texts(texts, namespace=namespace))
+            job = client.wait(client.ingest_texts(texts, namespace=namespace), timeout_s=math.inf)
             if failed := job.counts.get("failed"):
                 raise RagserveError(
                     f"{failed} of {len(batch)} documents were not indexed: job {job.job_id}.",

@@ -6,6 +6,7 @@ are the client's. Rows are kept in a folder, from which a run that was stopped g
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,14 +94,14 @@ def ingested_folder(
     try:
         for first in range(0, len(files), size):
             named = [(file.relative_to(root).as_posix(), file) for file in files[first : first + size]]
-            job = client.wait(client.ingest_files(named, namespace=namespace))
+            job = client.wait(client.ingest_files(named, namespace=namespace), timeout_s=math.inf)
             failed = client.job_items(job.job_id, state="failed")
             failures += [f"{item.source}: {item.reason}" for item in failed]
             progress(min(len(files), first + size), len(files))
         if len(failures) == len(files):
             raise RagserveError(f"None of the {len(files)} files could be read: {failures[0]}")
         if warm:
-            client.wait(client.warm(namespace))
+            client.wait(client.warm(namespace), timeout_s=math.inf)
         facts = {"documents": len(files) - len(failures), "unreadable": failures}
         yield namespace, facts | {"digest": digest.hexdigest()[:16]}
     finally:

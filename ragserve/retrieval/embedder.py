@@ -162,7 +162,8 @@ class Embedder:
     def windows(self, text: str) -> list[str]:
         """Cut a document into the fewest pieces of about equal length that the model reads whole."""
         room = self._room
-        if room is None or len(text) <= room:  # a token has at least a character
+        # Outside of ASCII, a character may be several tokens.
+        if room is None or (text.isascii() and len(text) <= room):
             return [text]
         with self._lock:
             found = self._model.tokenizer(

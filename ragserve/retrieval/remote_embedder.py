@@ -114,7 +114,7 @@ class RemoteEmbedder:
 
     def measure(self) -> None:
         """Embed a short text."""
-        self._blocking([_PROBE], self._patience, lambda: False)
+        self._blocking("", [_PROBE], self._patience, lambda: False)
 
     def windows(self, text: str) -> list[str]:
         """The text: what the model reads at once is not known."""
@@ -125,11 +125,11 @@ class RemoteEmbedder:
 
         A text that is longer than the model reads is embedded in halves, whose mean is its vector. Raises
         RefusedText, and Stopped soon after ``should_stop()``."""
-        return self._blocking([self._prompts[1] + text for text in texts], _DOCUMENTS, should_stop)
+        return self._blocking(self._prompts[1], texts, _DOCUMENTS, should_stop)
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
         """Embed questions. Float32 [n, dim], L2-normalised."""
-        return self._blocking([self._prompts[0] + text for text in texts], self._patience, lambda: False)
+        return self._blocking(self._prompts[0], texts, self._patience, lambda: False)
 
     def awaited(self) -> RemoteEmbedder:
         """The same for somebody who waits: documents have the time of a question, too, and fail at once for a
@@ -142,10 +142,9 @@ class RemoteEmbedder:
         """Embed questions in one call, which ends with the caller. See `RemoteModel.answering`."""
         if self._client is None:
             self._client = self._remote.client()
-        prompted = [self._prompts[0] + text for text in texts]
         try:
             async with self._remote.answering(self._patience.attempt_s), self._room:
-                found = await self._embedded(self._client, prompted, self._patience)
+                found = await self._embedded(self._client, self._prompts[0], texts, self._patience)
         except Refused as error:
             raise self._remote.failed(f"refuses a question ({error})") from None
         return unit(found)
@@ -155,22 +154,24 @@ class RemoteEmbedder:
         if self._client is not None:
             await self._client.aclose()
 
-    def _blocking(self, texts: Sequence[str], patience: Patience, should_stop: Callable[[], bool]) -> Vectors:
+    def _blocking(
+        self, prompt: str, texts: Sequence[str], patience: Patience, should_stop: Callable[[], bool]
+    ) -> Vectors:
         if not texts:
             return np.empty((0, self.dim), dtype=np.float32)
         work = self._in_time if self._is_awaited else partial(self._in_batches, patience=patience)
-        return unit(run_until(lambda: work(texts), should_stop))
+        return unit(run_until(lambda: work(prompt, texts), should_stop))
 
-    async def _in_time(self, texts: Sequence[str]) -> Vectors:
+    async def _in_time(self, prompt: str, texts: Sequence[str]) -> Vectors:
         async with self._remote.answering(self._patience.attempt_s):
-            return await self._in_batches(texts, self._patience)
+            return await self._in_batches(prompt, texts, self._patience)
 
-    async def _in_batches(self, texts: Sequence[str], patience: Patience) -> Vectors:
+    async def _in_batches(self, prompt: str, texts: Sequence[str], patience: Patience) -> Vectors:
         room = asyncio.Semaphore(_AT_ONCE)
 
         async def part(client: httpx.AsyncClient, start: int) -> Vectors:
             async with room:
-                return await self._embedded(client, texts[start : start + self._batch_size], patience)
+                return await self._embedded(client, prompt, texts[start : start + self._batch_size], patience)
 
         async with self._remote.client() as client:
             try:
@@ -190,22 +191,28 @@ class RemoteEmbedder:
                 raise self._remote.failed(f"refuses any text ({error})") from None
             raise RefusedText(f"the remote embedder {self._model} refuses a text of it ({refused})")
 
-    async def _embedded(self, client: httpx.AsyncClient, texts: Sequence[str], patience: Patience) -> Vectors:
-        """Vectors of texts. What is refused is cut in halves: batches, then a text, down to `_SHORT`."""
+    async def _embedded(
+        self, client: httpx.AsyncClient, prompt: str, texts: Sequence[str], patience: Patience
+    ) -> Vectors:
+        """Vectors of texts, each behind the prompt. What is refused is cut in halves: batches, then a text,
+        down to `_SHORT`."""
         try:
-            return await self._ask(client, texts, patience)
+            return await self._ask(client, [prompt + text for text in texts], patience)
         except Refused:
             if len(texts) == 1 and len(texts[0]) <= _SHORT:
                 raise
         if len(texts) > 1:
             middle = len(texts) // 2
             halves = [
-                await self._embedded(client, half, patience) for half in (texts[:middle], texts[middle:])
+                await self._embedded(client, prompt, half, patience)
+                for half in (texts[:middle], texts[middle:])
             ]
             return np.concatenate(halves)
         (text,) = texts
         middle = text.rfind(" ", len(text) // 4, len(text) // 2) + 1 or len(text) // 2
-        parts = [await self._embedded(client, [half], patience) for half in (text[:middle], text[middle:])]
+        parts = [
+            await self._embedded(client, prompt, [half], patience) for half in (text[:middle], text[middle:])
+        ]
         return np.mean([unit(part) for part in parts], axis=0, dtype=np.float32)
 
     async def _ask(self, client: httpx.AsyncClient, texts: Sequence[str], patience: Patience) -> Vectors:

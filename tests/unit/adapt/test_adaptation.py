@@ -23,7 +23,7 @@ from ragserve.adapt.guards import Measured
 from ragserve.adapt.training import TrainingOptions
 from ragserve.commands import adapt as commands
 from ragserve.config import Settings
-from ragserve.errors import RagserveError
+from ragserve.errors import Conflict, RagserveError
 from tests.unit.adapt.tiny_models import load, longer, make_model, rows, write
 
 OPTIONS = TrainingOptions(seconds=1e9, steps=2, batch=2, every=1, rate=5e-3, answer_tokens=3)
@@ -123,6 +123,17 @@ def test_the_table_says_what_its_questions_can_show(
     assert re.search(r"-?[\d.]+ \[-[\d.]+, [\d.]+\] │ +12 ", row)
     assert "the base refused nothing, as far as English words tell" in done.stdout
     assert re.search(r"so few questions .* whole prompts may lose \d\d points of F1", done.stdout)
+
+
+@pytest.mark.parametrize("out", [".", "/"])
+def test_an_out_without_a_name_is_there_already(job: Adaptation, out: str) -> None:
+    app = typer.Typer()
+    commands.register(app)
+    app.command("other")(lambda: None)  # a Typer app with one command takes no command name
+    with pytest.raises(Conflict, match="exists already"):
+        CliRunner().invoke(
+            app, ["adapt", str(job.model), out, "--data", str(job.data)], catch_exceptions=False
+        )
 
 
 def test_what_users_asked_is_readable_by_nobody_else(

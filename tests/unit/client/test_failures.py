@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+from asyncio import to_thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from ragserve import errors
 from ragserve.api.errors import UnsupportedMediaType
 from ragserve.api.schemas import QueryRequest, RetrieveRequest
-from ragserve.client import AsyncClient, Client, failures
+from ragserve.client import AsyncClient, Client, connections, failures
 from ragserve.client.arguments import QueryArguments, RetrieveArguments
 from tests.unit.client.either import both, opened
 from tests.unit.client.scripted_http import LOST, SILENT, ScriptedHttp
@@ -233,11 +236,95 @@ def test_waiting_goes_on_while_the_server_is_restarted(scripted: ScriptedHttp, k
         client.wait("j")
 
 
+class Clock:
+    """The time of `connections`, in which only its pauses take time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+        monkeypatch.setattr(
+            connections, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.pause)
+        )
+        monkeypatch.setattr(
+            connections, "asyncio", SimpleNamespace(sleep=self.pause_async, to_thread=to_thread)
+        )
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+    async def pause_async(self, seconds: float) -> None:
+        self.pause(seconds)
+
+
+@both
+def test_waiting_goes_on_when_a_keys_rate_is_used_up(
+    scripted: ScriptedHttp, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    full = (429, errors.TooManyRequests("Full.").body(), {"Retry-After": "7"})
+    scripted.answers += [full] * 5 + [(200, {**JOB, "state": "done"})]
+    with opened(kind, scripted.url, retries=0) as client:
+        assert client.wait("j").state == "done"
+        assert clock.pauses == [7] * 5
+        scripted.answers.append(full)
+        with pytest.raises(errors.TooManyRequests):
+            client.wait("j", timeout_s=5)
+
+
+@both
+def test_waiting_leaves_a_keys_rate_to_others(
+    scripted: ScriptedHttp, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    scripted.answers += [(200, {**JOB, "state": "running"})] * 1000
+    with opened(kind, scripted.url) as client, pytest.raises(errors.Unavailable, match="still running"):
+        client.wait("j", timeout_s=600)
+    assert clock.pauses[0] == 0.2
+    assert max(clock.pauses) == 5
+    ends = list(itertools.accumulate(clock.pauses))
+    assert all(pause <= 0.2 + 0.1 * end for pause, end in zip(clock.pauses, ends, strict=True))
+    assert sum(end <= 60 for end in ends) < 40
+    assert sum(60 < end <= 120 for end in ends) <= 12
+
+
 def test_ids_are_quoted(scripted: ScriptedHttp) -> None:
     scripted.answers.append((404, errors.NotFound("No.").body()))
     with Client(scripted.url) as client, pytest.raises(errors.NotFound):
         client.document("../jobs/ä?x", "n")
     assert scripted.seen[0][1] == "/rag/documents/..%2Fjobs%2F%C3%A4%3Fx?namespace=n"
+
+
+@both
+@pytest.mark.parametrize(
+    ("method", "arguments", "fields"),
+    [
+        ("query", ["caf\udce9?"], {}),
+        ("ingest_texts", [[{"name": "a", "text": "caf\udce9?"}]], {"namespace": "n"}),
+        ("ingest_files", [[("a", b"x")]], {"namespace": "caf\udce9?"}),
+        ("documents", ["n"], {"source_prefix": "caf\udce9?"}),
+        ("document", ["caf\udce9?", "n"], {}),
+        ("call", ["GET", "/caf\udce9?"], {}),
+    ],
+)
+def test_text_that_is_not_utf8_is_not_sent(
+    scripted: ScriptedHttp, kind: str, method: str, arguments: list[Any], fields: dict[str, Any]
+) -> None:
+    with opened(kind, scripted.url) as client:
+        with pytest.raises(errors.InvalidRequest, match=r"not UTF-8: .*\\udce9") as raised:
+            list(getattr(client, method)(*arguments, **fields))
+        assert scripted.seen == []
+    assert len(raised.value.message) < 120, "not the whole body"
+
+
+@both
+def test_a_key_that_no_header_can_hold_is_not_shown(kind: str) -> None:
+    with (
+        pytest.raises(errors.InvalidRequest, match="API key") as raised,
+        opened(kind, "http://h", api_key="sécret"),
+    ):
+        pass
+    assert "é" not in str(raised.value)
 
 
 def test_the_arguments_are_the_servers_fields() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,13 +67,14 @@ class WarmingClient:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def warm(self, namespace: str, documents: list[str] | None) -> str:
-        return f"job-of-{namespace}-{documents}"
+    def warm(self, namespace: str, documents: list[str] | None) -> Any:
+        return SimpleNamespace(job_id=f"job-of-{namespace}-{documents}")
 
-    def wait(self, job: str, *, on_progress: Any) -> Any:
+    def wait(self, job: Any, *, timeout_s: float, on_progress: Any) -> Any:
+        assert timeout_s == math.inf, "a warm-up may take longer than an hour"
         for chunks in (1, 3):
             now = SimpleNamespace(
-                state="done", chunks=chunks, tokens=10 * chunks, counts={"warmed": 1}, job_id=job
+                state="done", chunks=chunks, tokens=10 * chunks, counts={"warmed": 1}, job_id=job.job_id
             )
             now.model_dump = lambda: {"state": "done"}
             on_progress(now)
@@ -101,7 +103,7 @@ class EndedClient(Client):
     state, error = "cancelled", ""
 
     def warm(self, *_: Any, **__: Any) -> Any:
-        return "j1"
+        return self.job("j1")
 
     def job(self, job_id: str, **_: Any) -> JobDetail:
         times = {"created_at": 0.0, "updated_at": 1.0}
@@ -124,3 +126,29 @@ def test_a_warm_up_on_a_server_that_was_cancelled_ends_as_one_here(
     client.state, client.error = "failed", "The disk is full."
     with pytest.raises(Unavailable, match=r"Job j1 failed: The disk is full\."):
         run(live, tmp_path, "warm", "plants")
+
+
+class InterruptedClient(EndedClient):
+    """A client of a server whose warm-up goes on when somebody presses Ctrl-C."""
+
+    state = "running"
+
+    def __init__(self) -> None:
+        super().__init__("http://host")
+        self.cancelled: list[str] = []
+
+    def wait(self, *_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def cancel_job(self, job_id: str) -> Any:
+        self.cancelled.append(job_id)
+
+
+def test_ctrl_c_cancels_the_warm_up_on_a_server(
+    live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = InterruptedClient()
+    monkeypatch.setattr(docs, "_client", lambda *_: client)
+    done = run(live, tmp_path, "warm", "plants", status=130)
+    assert client.cancelled == ["j1"]
+    assert done.stderr.endswith("cancelled j1\n")

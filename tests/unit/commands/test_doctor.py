@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,8 +16,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ragserve.commands import doctor
+from ragserve.commands import doctor, doctor_checks
+from ragserve.commands.doctor_checks import Check
+from ragserve.config import Settings
+from ragserve.engine import gguf_weights
+from ragserve.engine.packaged_model import place
 from ragserve_index import IndexStore, NewChunk, NewDocument
+from tests.conftest import MODEL
 
 
 def examine(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -133,11 +139,48 @@ def test_model_that_is_not_here(tmp_path: Path) -> None:
         assert "downloaded" in remote["checks"][name]["advice"]
 
 
-def filled(data_dir: Path, embedder: str) -> None:
+def tokenizer_of(model: str, data_dir: Path) -> Check:
+    [found] = doctor_checks.examine(Settings(model=model, data_dir=data_dir), ["tokenizer"])
+    return found
+
+
+@pytest.mark.parametrize("model", ["smollm2", "m.gguf", "folder"])
+def test_the_tokenizer_of_a_model_that_is_made_at_the_start(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, data_dir = tmp_path / "folder" / "m.gguf", tmp_path / "data"
+    file.parent.mkdir()
+    file.write_bytes(b"GGUF" + bytes(99))
+    name = model if model == "smollm2" else str(file if model == "m.gguf" else file.parent)
+    before = tokenizer_of(name, data_dir)
+    assert (before.status, before.found) == ("skip", "it is made with the model when the server starts")
+    made = place() if model == "smollm2" else gguf_weights.place(file, data_dir / "models")
+    shutil.copytree(MODEL, made)
+    after = tokenizer_of(name, data_dir)
+    assert after.status == "ok", after
+    filled(data_dir, "all-MiniLM-L6-v2", n_tokens=7)
+    settings = Settings(model=name, data_dir=data_dir)
+    [index] = doctor_checks.examine(settings, ["index"])
+    assert (index.status, "another model" in index.found) == ("warn", True)
+
+
+def test_the_index_is_looked_at_whatever_the_model_is(tmp_path: Path) -> None:
+    filled(tmp_path / "data", "all-MiniLM-L6-v2")
+    for name in ("one.gguf", "two.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    settings = Settings(model=str(tmp_path), data_dir=tmp_path / "data")
+    checks = {check.name: check.status for check in doctor_checks.examine(settings, ["model", "index"])}
+    assert checks == {"model": "fail", "index": "ok"}
+
+
+def filled(data_dir: Path, embedder: str, n_tokens: int = 1) -> None:
     store = IndexStore(data_dir)
     store.ensure_namespace("notes", embedder=embedder, dim=4)
     document = NewDocument(source="a", title="A", content_hash="0", mime="text/plain", size_bytes=1)
-    store.replace_documents("notes", [(document, [NewChunk("x", 0, 1, 1)], np.eye(1, 4, dtype=np.float32))])
+    store.replace_documents(
+        "notes", [(document, [NewChunk("x", 0, 1, n_tokens)], np.eye(1, 4, dtype=np.float32))]
+    )
     store.save("notes")
     store.close()
 

@@ -50,3 +50,14 @@ def test_what_a_verdict_depends_on_is_given_by_flags(tmp_path: Path, monkeypatch
     (settings,) = seen
     assert sparse_defaults(settings) == "hierarchical 640, vertical_slash 0.5"
     assert (settings.verify_margin, settings.kv_prefix) == (3, "fixed")
+
+
+@pytest.mark.parametrize("flag", ["--json", "--html", "--records"])
+def test_a_report_is_no_folder(tmp_path: Path, flag: str) -> None:
+    app = typer.Typer()
+    evaluate.register(app)
+    app.command("other")(lambda: None)  # a Typer app with one command takes no command name
+    data = str(QUESTIONS / "onehop_8.jsonl")
+    arguments = ["eval", "--data", data, "--url", "no-url", flag, str(tmp_path)]
+    with pytest.raises(Exception, match="is a directory"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False, standalone_mode=False)

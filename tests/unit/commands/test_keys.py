@@ -62,11 +62,25 @@ def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
     assert secret not in json.dumps([created, revoked])
 
 
+def test_when_a_key_expires_is_shown_in_utc(tmp_path: Path) -> None:
+    data = ("--data-dir", str(tmp_path))
+    expires = "2999-12-31T10:00+02:00"
+    made = run(keys, "keys", "create", "x", "--right", "read", "-n", "n", "--expires", expires, *data)
+    assert "expires 2999-12-31 08:00 UTC" in made.stderr
+    assert "expires 2999-12-31 08:00 UTC" in run(keys, "keys", "list", *data).stdout
+    file = tmp_path / "keys.json"  # as an older version wrote it
+    older = file.read_text().replace("2999-12-31T08:00:00Z", "2999-12-31T10:00:00+02:00")
+    assert older != file.read_text()
+    file.write_text(older)
+    assert "expires 2999-12-31 10:00 +02:00" in run(keys, "keys", "list", *data).stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--right", "write"], "no right 'write'"),
         (["--right", "read", "--expires", "soon"], "neither a number of days nor a date"),
+        (["--right", "read", "--expires", "9999-12-31T23:00-05:00"], "neither a number of days nor a date"),
         (["--right", "admin", "-n", "acme"], "without namespaces"),
         (["--right", "admin", "--label", "hr"], "without labels"),
         (["--right", "read", "--label", "a b"], "labels"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,3 +148,25 @@ def test_the_line_that_says_when_it_is_ready(
     url = f"http://127.0.0.1:{port}"
     pages = f"; playground: {url}/playground, API: {url}/docs"
     assert capsys.readouterr().err == f"ragserve: ready on {url}{took}{pages}\n"
+
+
+def test_an_ipv6_address_is_shown_as_a_url_has_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "lifespan.startup.complete"})
+
+    async def send(message: Any) -> None:
+        pass
+
+    settings = Settings(host="::1", port=30000, data_dir=tmp_path)
+    monkeypatch.setattr(serve.logs, "configure", lambda *_: None)
+    monkeypatch.setattr(serve, "_serve_local", lambda *_: None)
+    serve._serve(settings, None, False)  # type: ignore[arg-type]
+    assert "starting on http://[::1]:30000 (data" in capsys.readouterr().err
+    starting = SimpleNamespace(stop=lambda: None)
+    announced = serve._announced(app, settings, starting, lambda: INFO)  # type: ignore[arg-type]
+    asyncio.run(announced({"type": "lifespan"}, None, send))  # type: ignore[arg-type]
+    url = "http://[::1]:30000"
+    said = f"ragserve: ready on {url}; playground: {url}/playground, API: {url}/docs\n"
+    assert capsys.readouterr().err == said

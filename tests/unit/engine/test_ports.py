@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from ragserve.engine.ports import LOOPBACK, hold_port, port_of
+from ragserve.engine.ports import LOOPBACK, address, hold_port, port_of
 from ragserve.errors import Conflict
 
 
@@ -31,3 +31,7 @@ def test_a_port_that_a_server_listens_on_is_refused() -> None:
         with pytest.raises(Conflict, match="another port with --port") as refused:
             hold_port(port=port_of(server))
     assert refused.value.code == "port_in_use"
+
+
+def test_an_address_is_that_of_a_url() -> None:
+    assert (address("::1", 80), address("10.0.0.5", 80)) == ("[::1]:80", "10.0.0.5:80")

@@ -56,7 +56,7 @@ class Server:
     def ingest_texts(self, texts: Any, *, namespace: str) -> str:
         return "job"
 
-    def wait(self, job: str) -> SimpleNamespace:
+    def wait(self, job: str, *, timeout_s: float) -> SimpleNamespace:
         return SimpleNamespace(job_id=job, counts={})
 
     def drop_namespace(self, name: str) -> None: ...

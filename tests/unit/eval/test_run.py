@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -150,7 +151,8 @@ class Shelf:
         self.texts += texts
         return "job"
 
-    def wait(self, job: str) -> Any:
+    def wait(self, job: str, *, timeout_s: float) -> Any:
+        assert timeout_s == math.inf, "a large set takes longer than an hour"
         return SimpleNamespace(job_id=job, counts={"indexed": 1, "failed": self.failed})
 
     def drop_namespace(self, name: str) -> None:

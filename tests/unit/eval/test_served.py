@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from ragserve.client import Client
 from ragserve.commands import evaluate
 from ragserve.errors import EngineError, InvalidRequest, NotFound, RagserveError
 from tests.unit.api.scripted_server import DOCUMENTS, Live
@@ -160,7 +162,16 @@ def test_ndcg_is_at_the_k_of_the_namespace(live: Live, tmp_path: Path) -> None:
     assert ndcg() == 100.0
 
 
-def test_a_folder_is_ingested_for_the_run(live: Live, tmp_path: Path) -> None:
+def test_a_folder_is_ingested_for_the_run(
+    live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait, longest = Client.wait, []
+
+    def waited(*arguments: Any, timeout_s: float = 3600.0) -> Any:
+        longest.append(timeout_s)
+        return wait(*arguments, timeout_s=timeout_s)
+
+    monkeypatch.setattr(Client, "wait", waited)
     folder = tmp_path / "docs"
     (folder / "isles").mkdir(parents=True)
     (folder / "isles" / "a.txt").write_text(DOCUMENTS["skerryvore"])
@@ -170,6 +181,7 @@ def test_a_folder_is_ingested_for_the_run(live: Live, tmp_path: Path) -> None:
     data.write_text(json.dumps(QUESTIONS[0] | {"documents": ["isles/a.txt"]}) + "\n")
     output = run(live, data, "--documents", str(folder), "--strategies", "full", "--json", str(report))
     assert output.startswith("0\n")
+    assert longest == [math.inf]
     found = json.loads(report.read_text())
     assert (found["rows"][0]["recall"], found["rows"][0]["citation_recall"]) == (100.0, 100.0)
     assert (found["workload"]["documents"], found["workload"]["folder"]) == (2, "docs")

@@ -14,6 +14,7 @@ import pytest
 from ragserve.config import Settings
 from ragserve.errors import InvalidRequest
 from ragserve.retrieval.embedder import Embedder, canonical_name, embedder_name
+from tests.unit.retrieval.tiny_models import LENGTH
 from tests.unit.retrieval.tiny_models import embedder as embedder_in
 
 TEXTS = [
@@ -95,6 +96,18 @@ def test_a_window_is_read_whole(embedder: Embedder) -> None:
     for window in windows[:2]:
         changed = window[:-6] + " lamps"
         assert not np.allclose(embedder.encode([window]), embedder.encode([changed]), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "text", ["\u6d77\u6e2f\u51ac\u5929\u7ed3\u51b0" * 2, "\U0001f600" * 9], ids=["chinese", "emoji"]
+)
+def test_a_character_may_be_several_tokens(tmp_path: Path, text: str) -> None:
+    model = Embedder(embedder_in(tmp_path, {}, byte_level=True))
+    windows = model.windows(text)
+    assert "".join(windows) == text
+    assert max(model.count_tokens([window]) for window in windows) <= LENGTH < model.count_tokens([text])
+    changed = text[:-1] + "\u0431"
+    assert not np.allclose(model.encode([text]), model.encode([changed]), atol=1e-4)
 
 
 def test_both_sides_have_their_prompts_in_every_window(tmp_path: Path) -> None:

@@ -230,6 +230,23 @@ def test_a_text_that_is_too_long_is_embedded_in_halves(remote: Remote) -> None:
     assert max(len(text) for _, body, _ in remote.seen[-2:] for text in body["input"]) < 1_000
 
 
+def test_both_sides_have_their_prompts_in_every_half(remote: Remote) -> None:
+    def reply(path: str, body: dict[str, Any]) -> Any:
+        refused = len(body["input"]) > 1 or len(body["input"][0]) > 600
+        return JSONResponse({"error": {"message": "too long"}}, 413) if refused else right(path, body)
+
+    remote.reply = reply
+    model = embedder(remote, passage_prompt="passage: ", query_prompt="query: ")
+    long = "one two three " * 100
+    for encode, prompt in ((model.encode, "passage: "), (model.encode_queries, "query: ")):
+        remote.seen.clear()
+        encode([long, "short"])
+        asked = [body["input"] for _, body, _ in remote.seen]
+        assert all(text.startswith(prompt) for texts in asked for text in texts)
+        taken = [texts[0].removeprefix(prompt) for texts in asked if len(texts) == 1 and len(texts[0]) <= 600]
+        assert "".join(taken) == f"{long}short"
+
+
 def test_a_text_that_is_refused_is_the_documents_fault_unless_all_are(remote: Remote) -> None:
     def reply(path: str, body: dict[str, Any]) -> Any:
         poisoned = any("poison" in text for text in body["input"])
