@@ -75,6 +75,7 @@ class Keyring:
         try:
             self._table, self._unreadable = self._file.read(), None
             self._signature = signature
-        except Unavailable as error:  # with the next request again: a process may be short of descriptors
+        except Unavailable as error:  # with the next request again: the file may be put back as it was
             self._table, self._unreadable = KeyTable(), error
+            self._signature = None
         self._by_digest = {key.digest: key for key in self._table.keys}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -95,3 +97,35 @@ def test_keys_that_could_not_be_read_once_count_again(tmp_path: Path) -> None:
     with few_descriptors(0), pytest.raises(Unavailable, match="Too many open files"):
         server.admit(f"Bearer {secret}".encode())
     assert server.admit(f"Bearer {secret}".encode()).name == "acme"
+
+
+def test_a_good_file_that_is_put_back_counts_again(tmp_path: Path) -> None:
+    """A file moved away and back is the same one, by inode, time and size."""
+    file = KeyFile(tmp_path)
+    header = f"Bearer {file.create('acme', ['a'], ['read'])[1]}".encode()
+    server = Keyring(tmp_path, None)
+    assert server.admit(header).name == "acme"
+    good = file.path.rename(tmp_path / "good")
+    file.path.write_text("broken")
+    with pytest.raises(Unavailable, match="cannot be read"):
+        server.admit(header)
+    good.rename(file.path)
+    assert server.admit(header).name == "acme"
+
+
+def test_a_disk_that_fails_for_a_moment_refuses_keys_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = f"Bearer {KeyFile(tmp_path).create('acme', ['a'], ['read'])[1]}".encode()
+    server = Keyring(tmp_path, None)
+    assert server.admit(header).name == "acme"
+    with monkeypatch.context() as patched:
+        for call in ("stat", "read_bytes"):
+            patched.setattr(Path, call, _failing)
+        with pytest.raises(Unavailable, match="Stale file handle"):
+            server.admit(header)
+    assert server.admit(header).name == "acme"
+
+
+def _failing(*_: object, **__: object) -> None:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
