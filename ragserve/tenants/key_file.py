@@ -7,6 +7,7 @@ no table, and equal secrets of two installations differ."""
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -181,7 +182,8 @@ class KeyFile:
     @contextmanager
     def _changed(self) -> Iterator[KeyTable]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(self.path.with_suffix(".lock"), wait_s=_WAIT_S) as alone:
+        lock = Path(os.path.realpath(self.path)).with_suffix(".lock")  # one for all links to a file
+        with locked(lock, wait_s=_WAIT_S) as alone:
             if not alone:
                 raise Unavailable("Another process is changing the API keys.", hint="Try again.")
             table = self.read()

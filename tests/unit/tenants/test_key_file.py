@@ -49,6 +49,22 @@ def test_a_key_is_revoked_by_id_or_name(tmp_path: Path) -> None:
         keys.revoke("two")
 
 
+def test_data_folders_with_links_to_one_file_share_its_keys(tmp_path: Path) -> None:
+    shared = KeyFile(tmp_path / "shared")
+    shared.create("acme", ["a"], ["read"])
+    linked = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        linked.append(KeyFile(tmp_path / name))
+        linked[-1].path.symlink_to(shared.path)
+    linked[0].revoke("acme")
+    assert all(file.path.is_symlink() and file.read().keys == [] for file in linked), "revoked everywhere"
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda n: linked[n % 2].create(f"key {n}", ["a"], ["read"])[0], range(16)))
+    assert {key.key_id for key in shared.read().keys} == {key.key_id for key in made}
+    assert [path.name for path in sorted(tmp_path.glob("*/*.lock"))] == ["keys.lock"], "one lock for all"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
