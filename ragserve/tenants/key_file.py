@@ -110,12 +110,14 @@ class KeyFile:
         self.path = data_dir / KEYS_FILE
 
     def read(self) -> KeyTable:
-        """Return the keys; none where there is no file. Raises Unavailable for a file that cannot be read."""
+        """Return the keys; none where there is no file.
+
+        Raises Unavailable for a file that cannot be read, and for a link to none."""
         try:
             return KeyTable.model_validate_json(self.path.read_bytes())
-        except FileNotFoundError:
-            return KeyTable()
         except (OSError, ValidationError) as error:
+            if isinstance(error, FileNotFoundError) and not self.path.is_symlink():
+                return KeyTable()
             raise Unavailable(
                 f"The API keys in {self.path} cannot be read: {str(error).splitlines()[0]}.",
                 hint="Restore the file from a backup.",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ragserve.config import load
 from ragserve.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from ragserve.tenants.key_file import KeyFile
 from ragserve.tenants.keyring import Keyring
@@ -141,6 +142,49 @@ def test_a_disk_that_fails_for_a_moment_refuses_keys_for_a_moment(
         with pytest.raises(Unavailable, match="Stale file handle"):
             server.admit(header)
     assert server.admit(header).name == "acme"
+
+
+@pytest.mark.parametrize("target", ["nowhere/keys.json", "keys.json"])
+def test_a_link_that_leads_to_no_file_does_not_open_a_server(tmp_path: Path, target: str) -> None:
+    """As that to a volume which is not mounted yet."""
+    link = tmp_path / "data" / "keys.json"
+    link.parent.mkdir()
+    link.symlink_to(target)
+    _stays_closed(link.parent)
+    assert load(data_dir=link.parent).has_key
+    for change in (lambda file: file.create("b", ["b"], ["read"]), lambda file: file.revoke("acme")):
+        with pytest.raises((Unavailable, OSError)):
+            change(KeyFile(link.parent))
+    assert link.is_symlink()
+    server = Keyring(link.parent, None)
+    assert not server.is_open
+    _, secret = KeyFile(tmp_path / "volume").create("acme", ["a"], ["read"])
+    link.unlink()
+    link.symlink_to(tmp_path / "volume" / "keys.json")
+    assert server.admit(f"Bearer {secret}".encode()).name == "acme"
+
+
+@pytest.mark.parametrize("calls", [["stat"], ["stat", "read_bytes"], ["stat", "read_bytes", "lstat"]])
+def test_a_disk_that_fails_does_not_open_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[str]
+) -> None:
+    _, secret = KeyFile(tmp_path).create("acme", ["a"], ["read"])
+    server = Keyring(tmp_path, None)
+    with monkeypatch.context() as patched:
+        for call in calls:
+            patched.setattr(Path, call, _failing)
+        if "read_bytes" in calls:
+            _stays_closed(tmp_path)
+        assert not server.is_open
+    assert server.admit(f"Bearer {secret}".encode()).name == "acme"
+
+
+def _stays_closed(data_dir: Path) -> None:
+    server = Keyring(data_dir, None)
+    assert not server.is_open
+    with pytest.raises(Unavailable, match="cannot be read"):
+        server.admit(b"")
+    assert Keyring(data_dir, "master").admit(b"Bearer master").is_admin
 
 
 def _failing(*_: object, **__: object) -> None:
