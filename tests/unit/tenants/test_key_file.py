@@ -93,6 +93,27 @@ def test_a_name_is_taken_once(tmp_path: Path) -> None:
         KeyFile(tmp_path).create("acme", ["other"], ["read"])
 
 
+def test_an_id_and_a_name_mean_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = KeyFile(tmp_path)
+    one = keys.create("one", ["a"], ["read"])[0]
+    with pytest.raises(Conflict, match=one.key_id):
+        keys.create(one.key_id, ["a"], ["read"])
+    ids = iter([one.key_id, "feedbeef"])
+    monkeypatch.setattr("ragserve.tenants.key_file._new_id", lambda: next(ids))
+    assert keys.create("two", ["a"], ["read"])[0].key_id == "feedbeef"
+
+
+def test_a_key_that_an_earlier_version_named_as_an_id_is_not_mistaken(tmp_path: Path) -> None:
+    keys = KeyFile(tmp_path)
+    one, two = (keys.create(name, ["a"], ["read"])[0] for name in ("one", "two"))
+    keys.path.write_text(keys.path.read_text().replace('"two"', f'"{one.key_id}"'))
+    for change in (keys.revoke, lambda name: keys.relabel(name, ["l"], [])):
+        with pytest.raises(Conflict, match="another's name"):
+            change(one.key_id)
+    assert keys.revoke(two.key_id).name == one.key_id
+    assert keys.revoke(one.key_id) == one
+
+
 def test_a_broken_file_is_neither_read_nor_overwritten(tmp_path: Path) -> None:
     keys = KeyFile(tmp_path)
     keys.create("acme", ["acme"], ["read"])
