@@ -370,7 +370,7 @@ class Settings(AnsweringSettings, IngestionSettings, PrefillSettings, SignOnSett
     def has_key(self) -> bool:
         """True if requests need an API key, the server's or one of the data folder's, or a sign-in."""
         signs_on = self.oidc_issuer is not None
-        return signs_on or self.api_key is not None or (self.data_dir / KEYS_FILE).exists()
+        return signs_on or self.api_key is not None or os.path.lexists(self.data_dir / KEYS_FILE)
 
     def secrets(self, *names: str) -> dict[str, str]:
         """Environment variables of those that are set, for a process whose other settings are in a file."""

@@ -54,11 +54,13 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str, *, durable: bool = False, mode: int = 0o666) -> None:
-    """Write UTF-8 text atomically: readers see the old file or the new one. Parent folders are made.
+    """Write UTF-8 text atomically: readers see the old file or the new one. Parent folders are made. A link
+    stays one: its file is replaced.
 
     With ``durable`` the file and its name are on disk when this returns. ``mode``: its permissions, less the
     umask.
     """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     with naming(path):

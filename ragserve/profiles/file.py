@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,6 +88,7 @@ class ProfileFile(Generic[T]):
         """Replace a model's entry by ``change(entry)``, durably and atomically, beside others; of several
         writers each sees what the one before wrote. Raises InvalidRequest for a foreign file, Unavailable
         where another writer does not end."""
+        place = Path(os.path.realpath(place))  # one lock for all links to a file
         place.parent.mkdir(parents=True, exist_ok=True)
         with locked(place.with_name(f"{place.name}.lock"), wait_s=_LOCK_WAIT_S) as alone:
             if not alone:

@@ -7,6 +7,7 @@ no table, and equal secrets of two installations differ."""
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,12 +110,14 @@ class KeyFile:
         self.path = data_dir / KEYS_FILE
 
     def read(self) -> KeyTable:
-        """Return the keys; none where there is no file. Raises Unavailable for a file that cannot be read."""
+        """Return the keys; none where there is no file.
+
+        Raises Unavailable for a file that cannot be read, and for a link to none."""
         try:
             return KeyTable.model_validate_json(self.path.read_bytes())
-        except FileNotFoundError:
-            return KeyTable()
         except (OSError, ValidationError) as error:
+            if isinstance(error, FileNotFoundError) and not self.path.is_symlink():
+                return KeyTable()
             raise Unavailable(
                 f"The API keys in {self.path} cannot be read: {str(error).splitlines()[0]}.",
                 hint="Restore the file from a backup.",
@@ -134,16 +137,17 @@ class KeyFile:
     ) -> tuple[TenantKey, str]:
         """Add a key and return it with its secret, which is stored nowhere.
 
-        Raises InvalidRequest for a wrong value, Conflict for a name that is taken."""
+        Raises InvalidRequest for a wrong value, Conflict for a name that is taken, also as an id."""
         secret = _PREFIX + secrets.token_urlsafe(_SECRET_BYTES)
         with self._changed() as table:
-            if any(name == key.name for key in table.keys):
+            taken = {each for key in table.keys for each in (key.key_id, key.name)}
+            if name in taken:
                 raise Conflict(
                     f"There is a key {name!r} already.", hint="Revoke it first, or choose another name."
                 )
             try:
                 key = TenantKey(
-                    key_id=secrets.token_hex(4),
+                    key_id=next(each for each in iter(_new_id, "") if each not in taken),
                     name=name,
                     digest=table.digest(secret.encode()),
                     namespaces=tuple(namespaces) or (() if set(rights) == {"metrics"} else (ALL,)),
@@ -160,7 +164,9 @@ class KeyFile:
         return key, secret
 
     def relabel(self, name: str, add: Iterable[str], remove: Iterable[str]) -> TenantKey:
-        """Give a key labels and take others from it, and return it. Raises NotFound and InvalidRequest."""
+        """Give a key labels and take others from it, and return it.
+
+        Raises NotFound, InvalidRequest, and Conflict as `revoke` does."""
         with self._changed() as table:
             found = _named(table, name)
             labels = tuple(sorted({*found.labels, *add}.difference(remove)))
@@ -172,7 +178,9 @@ class KeyFile:
         return changed
 
     def revoke(self, name: str) -> TenantKey:
-        """Remove a key, given its id or its name, and return it. Raises NotFound."""
+        """Remove a key, given its id or its name, and return it.
+
+        Raises NotFound, and Conflict for one's id that is another's name."""
         with self._changed() as table:
             found = _named(table, name)
             table.keys.remove(found)
@@ -181,7 +189,8 @@ class KeyFile:
     @contextmanager
     def _changed(self) -> Iterator[KeyTable]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(self.path.with_suffix(".lock"), wait_s=_WAIT_S) as alone:
+        lock = Path(os.path.realpath(self.path)).with_suffix(".lock")  # one for all links to a file
+        with locked(lock, wait_s=_WAIT_S) as alone:
             if not alone:
                 raise Unavailable("Another process is changing the API keys.", hint="Try again.")
             table = self.read()
@@ -190,14 +199,22 @@ class KeyFile:
             write_text(self.path, table.model_dump_json(indent=1) + "\n", durable=True, mode=0o600)
 
 
+def _new_id() -> str:
+    return secrets.token_hex(4)
+
+
 def _named(table: KeyTable, name: str) -> TenantKey:
-    """The key of an id or a name. Raises NotFound."""
-    found = next((key for key in table.keys if name in (key.key_id, key.name)), None)
-    if found is None:
+    """The key of an id or a name. Raises NotFound, and Conflict for one's id that is another's name."""
+    found = [key for key in table.keys if name in (key.key_id, key.name)]
+    if not found:
         raise NotFound(
             f"There is no key {name!r}.", hint="`ragserve keys list` shows them.", code="key_not_found"
         )
-    return found
+    if len(found) > 1:
+        raise Conflict(
+            f"{name!r} is a key's id and another's name.", hint="Give the one's name, or the other's id."
+        )
+    return found[0]
 
 
 def _invalid(error: ValidationError, command: str) -> InvalidRequest:

@@ -66,15 +66,18 @@ class Keyring:
         """Read the file again if it is another one than before. Files are replaced, so the inode tells."""
         try:
             found = self._file.path.stat()
-            signature: tuple[int, ...] = (found.st_ino, found.st_mtime_ns, found.st_size)
-        except OSError:
+            signature: tuple[int, ...] | None = (found.st_ino, found.st_mtime_ns, found.st_size)
+        except FileNotFoundError:
             signature = ()
-        if signature == self._signature:
+        except OSError:  # there may be a file
+            signature = None
+        if signature is not None and signature == self._signature:
             return
-        self._had_file = self._had_file or bool(signature)
+        self._had_file = self._had_file or signature != ()
         try:
             self._table, self._unreadable = self._file.read(), None
             self._signature = signature
-        except Unavailable as error:  # with the next request again: a process may be short of descriptors
+        except Unavailable as error:  # with the next request again: the file may be put back as it was
             self._table, self._unreadable = KeyTable(), error
+            self._signature, self._had_file = None, True
         self._by_digest = {key.digest: key for key in self._table.keys}

@@ -22,6 +22,20 @@ def test_a_write_replaces_the_whole_file(tmp_path: Path, durable: bool) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["report.json"]
 
 
+def test_a_write_keeps_a_link(tmp_path: Path) -> None:
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+    link, target = tmp_path / "here" / "link", tmp_path / "there" / "file"
+    link.symlink_to(Path("../there/file"))
+    for text in ("made", "replaced"):
+        write_text(link, text)
+        assert link.is_symlink()
+        assert target.read_text() == text
+    assert [entry.name for folder in ("here", "there") for entry in (tmp_path / folder).iterdir()] == [
+        *("link", "file")
+    ]
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "report.txt"
     write_text(path, "old")

@@ -44,6 +44,16 @@ def costs(samples: Sequence[CostSample] | None = None, hardware: str = "") -> Co
     return fit(machine() if samples is None else samples, model="tiny", hardware=hardware, date="2026-01-01")
 
 
+def test_profiles_behind_a_link_are_kept_there(tmp_path: Path) -> None:
+    """Data folders that share a profile file by links see each other's entries."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "costs.json").symlink_to(tmp_path / "costs.json")
+        COSTS.save(tmp_path / name / "costs.json", f"model of {name}", costs())
+    assert list(COSTS.models(tmp_path / "costs.json")) == ["model of a", "model of b"]
+    assert [path.name for path in sorted(tmp_path.glob("**/*.lock"))] == ["costs.json.lock"], "one for both"
+
+
 def test_a_fit_recovers_the_machine() -> None:
     found = costs()
     assert found.exact == pytest.approx((10, 0.1, 1e-5), rel=1e-3)
