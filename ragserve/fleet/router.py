@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -61,12 +62,22 @@ class Way:
         return {ROUTING_KEY: self.key}
 
 
+def is_address(url: str) -> bool:
+    """Return whether requests can be sent to ``url``: http or https, a host, and a possible port if any."""
+    try:
+        parts = urlsplit(url)
+        httpx.URL(url)
+        return url.startswith(("http://", "https://")) and bool(parts.hostname) and parts.port != 0
+    except (ValueError, httpx.InvalidURL):
+        return False
+
+
 class Router:
     """The router at ``url``, in front of ``count`` workers. Belongs to one event loop."""
 
     def __init__(self, settings: Settings, url: str, count: int) -> None:
         """Raises InvalidRequest for an address that is none."""
-        if not url.startswith(("http://", "https://")):
+        if not is_address(url):
             raise InvalidRequest(
                 f"{url!r} is no address of a router.", hint="Write --router http://HOST:PORT."
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Collection
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,10 @@ class Unconfirmed:
         self._changed = False
         self._workers: dict[str, list[Deletion]] = {}
         try:
-            self._workers = json.loads(self._path.read_text(encoding="utf-8"))["unconfirmed"]
+            self._workers = _checked(json.loads(self._path.read_text(encoding="utf-8"))["unconfirmed"])
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             raise Unavailable(
                 f"{self._path} cannot be read: {error!r}.",
                 hint="It says which removed documents workers may still have. Restore it; or delete it, and "
@@ -92,6 +93,17 @@ class Unconfirmed:
                         f"{self._path} cannot be written: {error}.", hint="Free space on its disk."
                     ) from error
                 raise
+
+
+def _checked(found: Any) -> dict[str, list[Deletion]]:
+    """Raises TypeError, LookupError and AttributeError for what are no deletions by worker."""
+    if not isinstance(found, dict) or not all(isinstance(noted, list) for noted in found.values()):
+        raise TypeError("no lists of deletions by worker")
+    for each in chain.from_iterable(found.values()):
+        if not isinstance(each, dict) or not isinstance(each["op"], str):
+            raise TypeError(f"{each!r} is no deletion")
+        _part_of(each)
+    return found
 
 
 def _dropped(namespace: str) -> Deletion:

@@ -13,7 +13,7 @@ from ragserve.config import Settings
 from ragserve.engine.remote import LOST
 from ragserve.errors import InvalidRequest, RagserveError, Unavailable
 from ragserve.fleet.affinity import HELD, Holders
-from ragserve.fleet.router import ROUTER_LOST, Router
+from ragserve.fleet.router import ROUTER_LOST, Router, is_address
 from ragserve.fleet.unconfirmed import Deletion, Unconfirmed
 from ragserve.fleet.worker_about import WorkerAbout
 from ragserve.fleet.worker_engine import WorkerEngine
@@ -231,7 +231,7 @@ def checked(urls: Sequence[str]) -> list[str]:
     """Return the addresses of workers. Raises InvalidRequest for one that is none, or is there twice."""
     found = [url.strip().rstrip("/") for url in urls if url.strip()]
     for url in found:
-        if not url.startswith(("http://", "https://")):
+        if not is_address(url):
             raise InvalidRequest(
                 f"{url!r} is no address of a worker.",
                 hint="Write --workers http://HOST:PORT,http://HOST:PORT.",

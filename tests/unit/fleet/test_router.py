@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -13,7 +14,7 @@ from ragserve.config import load
 from ragserve.errors import InvalidRequest, TooManyRequests, Unavailable
 from ragserve.fleet import fleet_engine, routed_app, router_probe, worker_link
 from ragserve.fleet.fleet_engine import FleetEngine
-from ragserve.fleet.router import ROUTER_LOST
+from ragserve.fleet.router import ROUTER_LOST, Router
 from tests.unit.fleet.fake_worker import KEY, FakeWorker, answered, request, run_on, until
 from tests.unit.fleet.scripted_router import ScriptedRouter, workers_of
 
@@ -52,6 +53,26 @@ def on(
 
 def answers(made: list[FakeWorker]) -> list[int]:
     return [len(each.ledger.answered) for each in made]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("smg:30000", "ftp://smg:30000", "http://", "http://:30000", "http://[::1", "http://s\x00mg"),
+        *(f"http://{host}:{port}" for host in ("smg", "127.0.0.1") for port in ("3000O", "99999", "0", "-1")),
+    ],
+)
+def test_an_address_that_is_none_is_refused_at_once(tmp_path: Path, url: str) -> None:
+    settings = load(data_dir=tmp_path)
+    with pytest.raises(InvalidRequest, match="no address of a router"):
+        Router(settings, url, 1)
+    with pytest.raises(InvalidRequest, match="no address of a worker"):
+        worker_link.checked(["http://worker:30000", url])
+
+
+def test_addresses_with_a_port_or_without_are_taken() -> None:
+    urls = ["http://worker", "https://worker:443/base", "http://[::1]:30000", "http://10.0.0.1:65535"]
+    assert worker_link.checked(urls) == urls
 
 
 def test_each_request_takes_its_workers_key(two: list[FakeWorker], router: ScriptedRouter) -> None:

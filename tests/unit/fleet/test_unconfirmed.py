@@ -51,8 +51,18 @@ def test_too_many_sessions_become_whole_namespaces(tmp_path: Path, monkeypatch: 
     assert found.of("w") == [{"op": "remove_namespace", "namespace": "n"}]
 
 
-def test_a_file_that_cannot_be_read_ends_the_start(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_text("{")
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", "{}", '{"unconfirmed": null}', '{"unconfirmed": []}', '{"unconfirmed": {"w": null}}'),
+        *('{"unconfirmed": {"w": {}}}', '{"unconfirmed": {"w": [null]}}', '{"unconfirmed": {"w": [{}]}}'),
+        *('{"unconfirmed": {"w": [{"op": "remove"}]}}', '{"unconfirmed": {"w": [{"op": null}]}}'),
+        '{"unconfirmed": {"w": [{"op": "remove_session"}]}}',
+        *(f'{{"unconfirmed": {{"w": [{{"op": "remove_session", "key": {key}}}]}}}}' for key in ("1", '"s"')),
+    ],
+)
+def test_a_file_that_cannot_be_read_ends_the_start(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
     with pytest.raises(Unavailable, match="removed documents"):
         Unconfirmed(tmp_path)
 
