@@ -128,9 +128,12 @@ class SingleSignOn:
             None if secret is None else secret.get_secret_value(),
         )
         claims = await id_claims(self._provider, token, client, said["nonce"])
-        if not self._claimed(claims):  # providers may say more of a user there than in the ID token
-            claims = {**await self._provider.userinfo(access, claims["sub"]), **claims}
-        groups = [group for group in self._claimed(claims) if group in self._groups]
+        claimed = self._claimed(claims)
+        if not claimed:  # providers may say more of a user there than in the ID token
+            more = await self._provider.userinfo(access, claims["sub"])
+            claimed = self._claimed(more)  # not merged: an empty claim of the ID token would hide them
+            claims = {**more, **claims}
+        groups = [group for group in claimed if group in self._groups]
         who = self._principal(claims["sub"], _name(claims), groups)
         log.info("Signed in: %s", who.id)
         cookie = self._signer.sign(
