@@ -37,7 +37,7 @@ from ragserve.api import (
 )
 from ragserve.api.access import check_route
 from ragserve.api.authentication import Authentication
-from ragserve.api.browsers import RefuseForeignPages, names
+from ragserve.api.browsers import RefuseForeignPages, named_origins, names
 from ragserve.api.middleware import LimitBody, NoteRequests, RequestContext
 from ragserve.api.openai_schemas import ChatChunk, ChatRequest
 from ragserve.api.schemas import IngestTexts, IngestUrls
@@ -147,7 +147,7 @@ def create_app(
     # The last middleware added is the outermost.
     app.add_middleware(NoteRequests, idleness=idleness)
     app.add_middleware(LimitBody, limit_for=partial(_body_limit, settings), timeout_s=settings.body_timeout_s)
-    origins = names(settings.cors_origins)
+    origins = named_origins(settings.cors_origins)
     api_key = None if settings.api_key is None else settings.api_key.get_secret_value()
     keyring = Keyring(settings.data_dir, api_key, closed=sign_on.is_on)
     audit = AuditLog(settings.data_dir, settings.audit_log_bytes)

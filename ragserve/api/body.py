@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import pydantic_core
 from fastapi import Request, Response
-from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragserve.api.errors import UnsupportedMediaType
 from ragserve.errors import InvalidRequest
 
 # Larger bodies are parsed in a thread.
@@ -105,26 +103,6 @@ async def drain(receive: Receive) -> None:
 def media_type(request: Request) -> str:
     """The Content-Type without its parameters; empty without one."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
-class JsonRoute(APIRoute):
-    """Parses the body with `parse_json` before FastAPI validates it."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def parsed(request: Request) -> Response:
-            if request.method in ("POST", "PUT", "PATCH"):
-                if (kind := media_type(request)) != "application/json":
-                    raise UnsupportedMediaType(
-                        f"This route takes JSON, not {kind or 'a body without Content-Type'}.",
-                        hint="Set Content-Type: application/json.",
-                    )
-                # Request.json() returns this, so the body is parsed once
-                request._json = await parse_json(await request.body(), MAX_NAMES)
-            return await handler(request)
-
-        return parsed
 
 
 class Replayed(Response):

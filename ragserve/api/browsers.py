@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ragserve.errors import Forbidden
+from ragserve.web_origin import origin_of
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -19,6 +20,17 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def names(listed: str) -> list[str]:
     """The entries of a setting that is a list separated by commas."""
     return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+def named_origins(listed: str) -> list[str]:
+    """The origins of such a setting, as browsers send them; what is none as it was written."""
+    found = []
+    for name in names(listed):
+        try:
+            found.append(origin_of(name))
+        except ValueError:
+            found.append(name)
+    return found
 
 
 class RefuseForeignPages:
@@ -31,7 +43,7 @@ class RefuseForeignPages:
         self._app = app
         self._applies = applies
         self._hosts = {host.lower() for host in (*_LOOPBACK, *hosts)}
-        self._origins = {origin.lower().rstrip("/") for origin in origins}
+        self._origins = {origin.lower() for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         checked = scope["type"] in ("http", "websocket") and self._applies()

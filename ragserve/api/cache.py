@@ -12,12 +12,13 @@ from ragserve.api import examples
 from ragserve.api.access import Caller
 from ragserve.api.body import RequestModel, Text
 from ragserve.api.ingest import accepted
+from ragserve.api.json_route import CheckedRoute
 from ragserve.api.openapi import documented
 from ragserve.api.services import Svc
 from ragserve.api.views import JobView
 from ragserve.config import Namespace
 
-router = APIRouter(prefix="/rag/cache", tags=["cache"])
+router = APIRouter(prefix="/rag/cache", tags=["cache"], route_class=CheckedRoute)
 
 
 class EvictRequest(RequestModel):

@@ -10,8 +10,9 @@ from pydantic import Field, model_validator
 
 from ragserve.api import chunk_examples as examples
 from ragserve.api.access import Caller
-from ragserve.api.body import JsonRoute, RequestModel, Text
+from ragserve.api.body import RequestModel, Text
 from ragserve.api.documents import DocId, Where
+from ragserve.api.json_route import JsonRoute
 from ragserve.api.openapi import documented
 from ragserve.api.services import Svc
 from ragserve.api.views import ChunkList, ChunkView, LostCorrections

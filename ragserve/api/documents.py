@@ -10,7 +10,8 @@ from pydantic import Field
 
 from ragserve.api import examples
 from ragserve.api.access import Caller
-from ragserve.api.body import JsonRoute, RequestModel, Text
+from ragserve.api.body import RequestModel, Text
+from ragserve.api.json_route import JsonRoute
 from ragserve.api.namespace_examples import LABELS_REQUESTS
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import DocumentLabels

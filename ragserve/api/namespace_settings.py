@@ -9,8 +9,8 @@ from fastapi import APIRouter, Body
 
 from ragserve.api import namespace_examples as examples
 from ragserve.api.access import Caller
-from ragserve.api.body import JsonRoute
 from ragserve.api.documents import NamespaceName
+from ragserve.api.json_route import JsonRoute
 from ragserve.api.openapi import documented
 from ragserve.api.services import Svc
 from ragserve.setting_groups.per_namespace import NamespaceSettings

@@ -18,7 +18,7 @@ from ragserve.answering.sessions.dialogues import NEW
 from ragserve.api import examples
 from ragserve.api.access import Caller
 from ragserve.api.asked_namespaces import AskedNamespaces, asked_namespaces, check_alone
-from ragserve.api.body import JsonRoute
+from ragserve.api.json_route import JsonRoute
 from ragserve.api.openai_schemas import ChatRequest
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import HistoryMessage, QueryRequest

@@ -15,8 +15,9 @@ from ragserve.answering.rating_log import as_row, rated, unanswered
 from ragserve.api import namespace_examples as examples
 from ragserve.api.access import Caller
 from ragserve.api.asked_namespaces import asked_namespaces
-from ragserve.api.body import JsonRoute, NonBlank, Text
+from ragserve.api.body import NonBlank, Text
 from ragserve.api.documents import Where
+from ragserve.api.json_route import JsonRoute
 from ragserve.api.openapi import documented
 from ragserve.api.schemas import NamespaceNames, OneOrSeveral
 from ragserve.api.services import RequestId, Svc

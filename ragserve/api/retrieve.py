@@ -10,7 +10,7 @@ from fastapi import APIRouter, Body, Request, Response
 from ragserve.api import examples
 from ragserve.api.access import Caller
 from ragserve.api.asked_namespaces import asked_namespaces
-from ragserve.api.body import JsonRoute
+from ragserve.api.json_route import JsonRoute
 from ragserve.api.openapi import documented
 from ragserve.api.query import given_settings, to_history
 from ragserve.api.schemas import RetrieveRequest

@@ -17,6 +17,7 @@ from ragserve.api import errors
 from ragserve.api.access import check_route
 from ragserve.api.authentication import Authentication
 from ragserve.api.body import RequestModel
+from ragserve.api.json_route import CheckedRoute
 from ragserve.api.middleware import LimitBody, RequestContext
 from ragserve.api.upstream import SERVED, Upstream
 from ragserve.config import Settings
@@ -135,6 +136,8 @@ def create_worker_app(
         openapi_url=None,
         dependencies=[Depends(check_route)],
     )
+
+    app.router.route_class = CheckedRoute
 
     @app.get("/worker")
     async def about() -> dict[str, Any]:

@@ -7,6 +7,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, SecretStr
 
+from ragserve.web_origin import origin_of
+
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -96,6 +98,8 @@ def address_problem(address: str, *, query: bool = False) -> str | None:
     try:
         parts = urlsplit(address)
         host, _ = parts.hostname, parts.port
+        if host and parts.scheme in ("http", "https"):
+            origin_of(address)
     except ValueError:
         return f"{address[:80]!r} is no address"
     if (

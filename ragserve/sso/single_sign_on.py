@@ -19,6 +19,7 @@ from ragserve.sso.group_grants import claimed_groups, group_grants, principal_of
 from ragserve.sso.id_tokens import access_claims, id_claims, looks_like_token
 from ragserve.sso.provider import Provider
 from ragserve.tenants.principal import Principal
+from ragserve.web_origin import origin_of
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class SingleSignOn:
         self._groups = group_grants(settings.oidc_groups)
         self._signer = Signer(settings.data_dir)
         self._public = str(settings.oidc_public_url or "").rstrip("/")
+        self._own_origin = origin_of(self._public) if self._public else ""
         self._callback = f"{self._public}/sso/callback"
         secure = self._public.startswith("https:")
         self.secure = secure
@@ -83,9 +85,10 @@ class SingleSignOn:
     def own_page(self, origin: str | None, site: str | None) -> bool:
         """Return whether a browser's request comes from a page of this server, by its headers Origin and
         Sec-Fetch-Site."""
-        parts = urlsplit(self._public)
-        own = f"{parts.scheme}://{parts.netloc}".lower()
-        return (origin is None or origin.lower() == own) and site not in ("cross-site", "same-site")
+        return (origin is None or origin.lower() == self._own_origin) and site not in (
+            "cross-site",
+            "same-site",
+        )
 
     async def begin(self) -> tuple[str, str]:
         """Begin a sign-in: the provider's address to go to, and what the browser keeps meanwhile. Raises
@@ -125,9 +128,12 @@ class SingleSignOn:
             None if secret is None else secret.get_secret_value(),
         )
         claims = await id_claims(self._provider, token, client, said["nonce"])
-        if not self._claimed(claims):  # providers may say more of a user there than in the ID token
-            claims = {**await self._provider.userinfo(access, claims["sub"]), **claims}
-        groups = [group for group in self._claimed(claims) if group in self._groups]
+        claimed = self._claimed(claims)
+        if not claimed:  # providers may say more of a user there than in the ID token
+            more = await self._provider.userinfo(access, claims["sub"])
+            claimed = self._claimed(more)  # not merged: an empty claim of the ID token would hide them
+            claims = {**more, **claims}
+        groups = [group for group in claimed if group in self._groups]
         who = self._principal(claims["sub"], _name(claims), groups)
         log.info("Signed in: %s", who.id)
         cookie = self._signer.sign(

@@ -39,7 +39,10 @@ CONTROL = [
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterator[Live]:
     """A server that names a page, a host and opens the control routes."""
-    options = {"cors_origins": "https://app.example.com, http://localhost:5173", "allowed_hosts": "rag.lan"}
+    options = {
+        "cors_origins": "https://App.example.com:443/, http://bücher.example",
+        "allowed_hosts": "rag.lan",
+    }
     folder = tmp_path_factory.mktemp("opened")
     with serving(folder, model_path, control_routes=True, body_timeout_s=1, **options) as live:
         yield live
@@ -90,6 +93,8 @@ def test_our_own_page_may_call(client: httpx.Client, live: Live) -> None:
 def test_named_pages_and_hosts_may_call(opened: Live) -> None:
     page = {"Origin": "https://app.example.com"}
     with opened.client() as client:
+        named = {"Origin": "http://xn--bcher-kva.example"}
+        assert client.get("/ready", headers=named).headers["access-control-allow-origin"] == named["Origin"]
         preflight = client.options(
             "/rag/query",
             headers={

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,10 +22,12 @@ def provider() -> Iterator[OidcProvider]:
 
 
 @contextmanager
-def browser_at(provider: OidcProvider, data_dir: Path, model_path: Path) -> Iterator[httpx.Client]:
+def browser_at(
+    provider: OidcProvider, data_dir: Path, model_path: Path, **options: Any
+) -> Iterator[httpx.Client]:
     """A browser at a server that has not asked this provider yet."""
     with (
-        serving(data_dir, model_path, **settings_of(provider)) as live,
+        serving(data_dir, model_path, **settings_of(provider), **options) as live,
         live.client(follow_redirects=False) as browser,
     ):
         yield browser
@@ -63,6 +66,7 @@ def test_groups_that_only_userinfo_has_count(
     with browser_at(provider, tmp_path, model_path) as browser:
         for groups, said, status in (
             (None, {"groups": ["staff"]}, 303),
+            ([], {"groups": ["staff"]}, 303),
             (None, {"groups": ["unknown"]}, 403),
             (None, {"groups": ["staff"], "sub": "another"}, 403),
             (["unknown"], {"groups": ["staff"]}, 403),
@@ -72,3 +76,12 @@ def test_groups_that_only_userinfo_has_count(
             assert sign_in(browser).status_code == status, said
         assert browser.get("/sso/session").json()["user"] == "ada"
         assert browser.get("/metrics").status_code == 403, "what an ID token says comes first"
+
+
+def test_an_empty_object_of_the_id_token_hides_no_group_of_userinfo(
+    provider: OidcProvider, tmp_path: Path, model_path: Path
+) -> None:
+    provider.id_token = {"groups": None, "realm_access": {}}
+    provider.userinfo = {"realm_access": {"roles": ["staff"]}}
+    with browser_at(provider, tmp_path, model_path, oidc_groups_claim="realm_access.roles") as browser:
+        assert sign_in(browser).status_code == 303

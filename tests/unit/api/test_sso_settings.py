@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ragserve.config import Settings, load
+from ragserve.sso.single_sign_on import SingleSignOn
 from tests.unit.api.scripted_server import Live
 
 
@@ -24,6 +25,7 @@ def test_without_an_issuer_there_is_no_sign_on(live: Live) -> None:
     [
         ({"oidc_client_id": "x"}, "needs oidc_issuer"),
         ({"oidc_issuer": "idp.example", "oidc_audience": "a"}, "no https address"),
+        ({"oidc_issuer": "https://\N{SNOWMAN}\u200b.example", "oidc_audience": "a"}, "is no address"),
         ({"oidc_issuer": "http://idp.example", "oidc_audience": "a"}, "must be https"),
         ({"oidc_issuer": "https://u:p@idp.example", "oidc_audience": "a"}, "without user"),
         ({"oidc_issuer": "https://idp.example"}, "set oidc_client_id"),
@@ -48,3 +50,22 @@ def test_wrong_settings_get_one_error(settings: dict[str, Any], said: str, tmp_p
 def test_settings_with_all_defaults_given_need_no_issuer() -> None:
     given = load().model_dump()
     assert Settings(**given) == load()
+
+
+@pytest.mark.parametrize(
+    ("public", "own"),
+    [
+        ("https://rag.example.com:443", "https://rag.example.com"),
+        ("http://localhost:80/", "http://localhost"),
+        ("https://Bücher.example/rag", "https://xn--bcher-kva.example"),
+        ("http://[::1]:30000", "http://[::1]:30000"),
+    ],
+)
+def test_the_own_page_is_known_by_the_origin_that_browsers_send(
+    public: str, own: str, tmp_path: Path
+) -> None:
+    groups = {"staff": {"namespaces": ["*"], "rights": ["read"]}}
+    settings = {"oidc_issuer": "https://idp.example", "oidc_client_id": "a", "oidc_groups": groups}
+    sign_on = SingleSignOn(load(data_dir=tmp_path, oidc_public_url=public, **settings))
+    assert sign_on.own_page(own, "same-origin")
+    assert not sign_on.own_page(f"{own.removesuffix(':30000')}:8443", "same-origin")
