@@ -42,7 +42,7 @@ class RefuseForeignPages:
     ) -> None:
         self._app = app
         self._applies = applies
-        self._hosts = {host.lower() for host in (*_LOOPBACK, *hosts)}
+        self._hosts = {_named_host(host) for host in (*_LOOPBACK, *hosts)}
         self._origins = {origin.lower() for origin in origins}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,6 +71,15 @@ class RefuseForeignPages:
             hint="Name the origin with --cors-origins.",
             code="origin_not_allowed",
         )
+
+
+def _named_host(name: str) -> str:
+    """A host of a setting as `_host_name` gives it: without port and brackets, in ASCII."""
+    bare_ipv6 = name.count(":") > 1 and not name.startswith("[")
+    try:
+        return _host_name(origin_of(f"http://[{name}]" if bare_ipv6 else f"http://{name}")) or name.lower()
+    except ValueError:
+        return name.lower()
 
 
 def _host_name(url: str) -> str | None:

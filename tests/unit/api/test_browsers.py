@@ -41,7 +41,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory, model_path: Path) -> Iterat
     """A server that names a page, a host and opens the control routes."""
     options = {
         "cors_origins": "https://App.example.com:443/, http://bücher.example",
-        "allowed_hosts": "rag.lan",
+        "allowed_hosts": "rag.lan, Rag.local:30000, [fd00::1], fd00::2, [fd00::3]:80, bücher.lan",
     }
     folder = tmp_path_factory.mktemp("opened")
     with serving(folder, model_path, control_routes=True, body_timeout_s=1, **options) as live:
@@ -112,7 +112,10 @@ def test_named_pages_and_hosts_may_call(opened: Live) -> None:
         refused = client.get("/rag/documents?namespace=nowhere", headers=page)
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (404, page["Origin"])
         assert client.get("/ready", headers={"Origin": "https://other.example.com"}).status_code == 403
-        assert client.get("/ready", headers={"Host": "rag.lan:30000"}).status_code == 200
+        ours = ("rag.lan:30000", "rag.local", "[fd00::1]:7", "[fd00::2]", "[fd00::3]", "xn--bcher-kva.lan")
+        for host in ours:
+            assert client.get("/ready", headers={"Host": host}).status_code == 200, host
+        assert client.get("/ready", headers={"Host": "[fd00::4]"}).status_code == 403
 
 
 def test_with_a_key_other_hosts_are_served(tmp_path: Path, model_path: Path) -> None:
