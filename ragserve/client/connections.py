@@ -25,6 +25,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _CONNECT_S = 10.0
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.2, 5.0
+_AWAY_S = 3600.0  # that a server may not answer while a job is waited for
 _POLL_GROWTH = 1.1  # a job is seen to end after a tenth more time, and its polls leave a key's rate to others
 
 
@@ -169,16 +170,19 @@ class Client:
         """Wait for a job and return it, also while its server is restarted. Sources that failed are in its
         ``counts`` and in `job_items`.
 
-        Raises ``Unavailable`` if the job fails, is cancelled or exceeds ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
+        Raises ``Unavailable`` if the job fails, is cancelled or exceeds ``timeout_s``, or the server has not
+        answered for an hour."""
+        answered = time.monotonic()
+        deadline = answered + timeout_s
         poll_s = _FIRST_POLL_S
         while True:
             wanted_s = 0.0
             try:
                 now = self.job(_id_of(job))
             except errors.RagserveError as error:
-                wanted_s = _wanted_pause(error, deadline)
+                wanted_s = _wanted_pause(error, min(deadline, answered + _AWAY_S))
             else:
+                answered = time.monotonic()
                 on_progress(now)
                 if _is_done(now, deadline):
                     return now
@@ -288,15 +292,17 @@ class AsyncClient:
         on_progress: Callable[[JobDetail], object] = lambda job: None,
     ) -> JobDetail:
         """As `Client.wait`."""
-        deadline = time.monotonic() + timeout_s
+        answered = time.monotonic()
+        deadline = answered + timeout_s
         poll_s = _FIRST_POLL_S
         while True:
             wanted_s = 0.0
             try:
                 now = await self.job(_id_of(job))
             except errors.RagserveError as error:
-                wanted_s = _wanted_pause(error, deadline)
+                wanted_s = _wanted_pause(error, min(deadline, answered + _AWAY_S))
             else:
+                answered = time.monotonic()
                 on_progress(now)
                 if _is_done(now, deadline):
                     return now

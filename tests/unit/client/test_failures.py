@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from asyncio import to_thread
 from types import SimpleNamespace
 from typing import Any
@@ -286,6 +287,19 @@ def test_waiting_leaves_a_keys_rate_to_others(
     assert all(pause <= 0.2 + 0.1 * end for pause, end in zip(clock.pauses, ends, strict=True))
     assert sum(end <= 60 for end in ends) < 40
     assert sum(60 < end <= 120 for end in ends) <= 12
+
+
+@both
+def test_waiting_ends_where_the_server_never_comes_back(
+    scripted: ScriptedHttp, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    away = (503, errors.Unavailable("Not ready.").body())
+    scripted.answers += [*[away] * 500, (200, {**JOB, "state": "running"}), *[away] * 1000]
+    with opened(kind, scripted.url, retries=0) as client, pytest.raises(errors.Unavailable, match="ready"):
+        client.wait("j", timeout_s=math.inf)
+    assert 3600 < clock.now < 2 * 3600 + 10, "an hour from its last answer"
+    assert len(scripted.answers) < 1000
 
 
 def test_ids_are_quoted(scripted: ScriptedHttp) -> None:
