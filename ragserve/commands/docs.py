@@ -379,8 +379,10 @@ def _warm_by_server(
         try:
             job = client.wait(submitted, timeout_s=math.inf, on_progress=say)
         except KeyboardInterrupt:
-            client.cancel_job(submitted.job_id)
-            typer.echo(f"cancelled {submitted.job_id}", err=True)
+            state = client.cancel_job(submitted.job_id).state
+            ended = f"{submitted.job_id} had ended: {state}"
+            said = ended if state in ("done", "failed") else f"cancelled {submitted.job_id}"
+            typer.echo(said, err=True)
             raise typer.Exit(130) from None
         except Unavailable:
             if not seen or seen[0].state != "cancelled":

@@ -88,7 +88,8 @@ def running_server(
         port = port_of(stack.enter_context(hold_port(port=flags.pop("port", 0))))
         log = data_dir / f"server-{port}.log"
         own = {"host": LOOPBACK, "idle_tuning": False, "verify_share": 0, "query_log_bytes": 0}
-        options = {"data_dir": data_dir, "port": port, **own, **flags}
+        given = {name: value for name, value in flags.items() if value is not None}
+        options = {"data_dir": data_dir, "port": port, **own, **given}
         # every user of the machine may read a command line
         env = env | {f"RAGSERVE_{name.upper()}": str(options.pop(name)) for name in SECRETS & options.keys()}
         command = [sys.executable, "-m", "ragserve.cli", "serve", *(["--worker"] if worker else [])]

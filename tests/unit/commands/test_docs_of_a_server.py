@@ -131,10 +131,9 @@ def test_a_warm_up_on_a_server_that_was_cancelled_ends_as_one_here(
 class InterruptedClient(EndedClient):
     """A client of a server whose warm-up goes on when somebody presses Ctrl-C."""
 
-    state = "running"
-
-    def __init__(self) -> None:
+    def __init__(self, state: str) -> None:
         super().__init__("http://host")
+        self.state = state
         self.cancelled: list[str] = []
 
     def wait(self, *_: Any, **__: Any) -> Any:
@@ -142,13 +141,15 @@ class InterruptedClient(EndedClient):
 
     def cancel_job(self, job_id: str) -> Any:
         self.cancelled.append(job_id)
+        return SimpleNamespace(state=self.state)
 
 
+@pytest.mark.parametrize(("state", "said"), [("running", "cancelled j1"), ("done", "j1 had ended: done")])
 def test_ctrl_c_cancels_the_warm_up_on_a_server(
-    live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, said: str
 ) -> None:
-    client = InterruptedClient()
+    client = InterruptedClient(state)
     monkeypatch.setattr(docs, "_client", lambda *_: client)
     done = run(live, tmp_path, "warm", "plants", status=130)
     assert client.cancelled == ["j1"]
-    assert done.stderr.endswith("cancelled j1\n")
+    assert done.stderr.endswith(f"{said}\n")

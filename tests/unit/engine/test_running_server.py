@@ -76,6 +76,14 @@ def test_secrets_are_on_no_command_line(tmp_path: Path, monkeypatch: pytest.Monk
     assert env == {"OTHER": "1"} | {f"RAGSERVE_{name.upper()}": text for name, text in secrets.items()}
 
 
+def test_what_is_none_is_no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As settings are that the environment has as empty."""
+    command, env = started(monkeypatch, tokenizer=None, engine_api_key=None, top_k=3)
+    assert "--top-k" in command
+    assert "--tokenizer" not in command
+    assert "None" not in (*command, *env.values())
+
+
 def test_it_listens_where_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAGSERVE_HOST", "0.0.0.0")
     command, _ = started(monkeypatch)
