@@ -433,7 +433,7 @@ class Answerer:
                 default=form.system,
             )
 
-        chars = len(query.question) + sum(len(each.text) for each in found)
+        chars = len(query.question) + self._prompts.unread_chars((each.title, each.text) for each in found)
         chars += sum(each.chars for each in (*query.history, *query.turns))
         is_short = query.tools is None and chars < _INLINE_PROMPT_CHARS
         is_short = is_short and not (later is not None and later.may_shorten)

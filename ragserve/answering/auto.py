@@ -12,7 +12,7 @@ from ragserve.answering.prompt import Prompt
 from ragserve.answering.query import Query
 from ragserve.best_passages import PASSAGES, PassagesOptions, choice_of
 from ragserve.engine.base import Engine
-from ragserve.engine.document_cache import CachingEngine, answering, fastest_tiers
+from ragserve.engine.document_cache import CachingEngine, answering, fastest_tiers, most_cached
 from ragserve.errors import RagserveError
 from ragserve.profiles.costs import ABSENT, Costs, costs_here
 from ragserve.profiles.file import changed_at
@@ -205,8 +205,11 @@ class Chooser:
                 return [ABSENT] * len(pieces)
             return await fastest_tiers(engine, namespace, pieces, owners)
 
+        ids = prompt.input_ids
+        most = most_cached(engine, namespace, ids) if shared else 0
+
         async def prefix() -> int:
-            return await engine.prefix(namespace, prompt.input_ids) if shared else 0
+            return most if most < len(ids) else await engine.prefix(namespace, ids)
 
         async def passages() -> list[ChosenPassages | None]:
             options = [choice_of(spec.name, spec.options)[0] for spec in specs]
@@ -215,7 +218,6 @@ class Chooser:
         tiers, cached, every = await asyncio.gather(
             places(), prefix(), passages()
         )  # chosen while it is asked
-        exact = costs.exact_ms(len(prompt.input_ids), cached)
         documents = [(len(piece), tier) for piece, tier in zip(pieces, tiers, strict=True)]
         expected: list[tuple[float, StrategySpec, ChosenPassages | None]] = []
         for spec, chosen in zip(specs, every, strict=True):
@@ -227,17 +229,21 @@ class Chooser:
                 ]
             if spec.name == PASSAGES:
                 left = sum(tokens for tokens, _ in documents) - sum(tokens for tokens, _ in read)
-                ms = costs.exact_ms(len(prompt.input_ids) - left)
+                ms = costs.exact_ms(len(ids) - left)
             else:
                 ms = costs.composed_ms(without_passages(spec).label, read)
             expected.append((ms, spec, chosen))
         if not expected:
             return StrategyChoice(_EXACT, "no verified strategy reads all passages")
         ms, spec, chosen = min(expected, key=lambda each: each[0])
+        exact, bound = costs.exact_ms(len(ids), cached), "at most " if 0 < most < len(ids) else ""
+        if bound and ms > (1 - MIN_GAIN) * exact:
+            cached, bound = await engine.prefix(namespace, ids), ""
+            exact = costs.exact_ms(len(ids), cached)
         missing = tiers.count(ABSENT)
         uncached = f", {missing} of {len(documents)} documents cached nowhere: ragserve docs warm"
         facts = (
-            f"{spec.label} {ms:.0f} ms, prefix {exact:.0f} ms ({cached} of {len(prompt.input_ids)} tokens "
+            f"{spec.label} {ms:.0f} ms, prefix {exact:.0f} ms ({bound}{cached} of {len(ids)} tokens "
             f"in the prefix cache{uncached if missing and spec.name != PASSAGES else ''})"
         )
         if ms > (1 - MIN_GAIN) * exact:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ragserve.best_passages import PassagesOptions
 
 _TIMES = 4  # as many characters as are read for a prompt
-_INLINE_CHARS = 20_000  # longer ones are read in a thread, so that other streams do not stutter
+_INLINE_CHARS = 20_000  # more of them are read in a thread, so that other streams do not stutter
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,16 @@ async def choose(
             param="documents",
         )
 
+    texts = [(each.title, each.text) for each in found]
+
     def chosen() -> ChosenPassages:
-        sizes = [len(builder.document_ids(each.title, each.text)) for each in found]
-        texts = [(each.title, each.text) for each in found]
+        sizes = [len(builder.document_ids(*each)) for each in texts]
         kept = options.chosen(question, texts, sizes, search_scores(found))
         rest = sorted(set(range(len(found))).difference(kept))
         return ChosenPassages([*kept, *rest], len(kept), sum(sizes))
 
-    is_short = chars < _INLINE_CHARS
+    read = builder.unread_chars(texts) if options.by == "score" else chars
+    is_short = read < _INLINE_CHARS
     return chosen() if is_short else await asyncio.to_thread(chosen)
 
 

@@ -10,7 +10,7 @@ import hashlib
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -288,6 +288,12 @@ class PromptBuilder:
     def document_ids(self, title: str, text: str) -> list[int]:
         """Token ids of a document's segment; the same in every prompt."""
         return self._document(PromptDocument("", title, text))
+
+    def unread_chars(self, documents: Iterable[tuple[str, str]]) -> int:
+        """Characters of those documents (title, text) whose token ids are not kept: what a prompt of them
+        takes the time to tokenise."""
+        with self._lock:
+            return sum(len(text) for title, text in documents if (title, text) not in self._documents)
 
     def question_ids(self, question: str) -> list[int]:
         """Token ids of a question's text alone."""

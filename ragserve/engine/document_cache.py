@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ragserve.engine.base import EngineInfo, GenerateRequest
-from sglang_ext.wire.protocol import document_key
+from ragserve.engine.sent_prefixes import SentPrefixes
+from sglang_ext.wire.protocol import document_key, prefix_key
 
 _BEGINNING = 2048  # tokens that are asked about first
 _PAGE = 256  # no engine has larger pages, of which a prefix cache holds whole ones
@@ -113,6 +114,13 @@ def answering(
     return engine.answering(namespace, documents, owners) if isinstance(engine, ManyEngines) else engine
 
 
+def most_cached(engine: CachingEngine, namespace: str, input_ids: Sequence[int]) -> int:
+    """Return an upper bound of `CachingEngine.prefix`, without asking: all tokens, unless the engine
+    remembers what it was sent."""
+    sent = engine.sent_prefixes if isinstance(engine, ControlledCache) else None
+    return len(input_ids) if sent is None else sent.most_cached(prefix_key(namespace), input_ids)
+
+
 async def fastest_tiers(
     engine: CachingEngine, namespace: str, documents: Sequence[Sequence[int]], owners: Sequence[str] = ()
 ) -> list[str]:
@@ -129,6 +137,7 @@ async def fastest_tiers(
 class ControlledCache(ABC):
     """The calls of `CachingEngine` that are control operations of one engine."""
 
+    sent_prefixes: SentPrefixes | None = None  # where nobody else sends prompts
     _fingerprint = ""  # of the model, as document keys contain it
 
     @abstractmethod

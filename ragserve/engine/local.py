@@ -21,12 +21,13 @@ from ragserve.engine.crash import CrashHandler, start_explained
 from ragserve.engine.document_cache import ControlledCache
 from ragserve.engine.ports import KEEP_ALIVE_S, hold_port, port_of
 from ragserve.engine.prefill import Documents
+from ragserve.engine.sent_prefixes import SentPrefixes
 from ragserve.engine.server_args import resolve_sparse_attention, server_args, sparse_defaults
 from ragserve.engine.stream import DocumentsMissing, StreamReader, note_failure, timed_out
 from ragserve.engine.warm_up import NAMESPACE, warm_up
 from ragserve.errors import EngineError, InvalidRequest, RagserveError, Unavailable
 from sglang_ext.wire.measuring import measuring
-from sglang_ext.wire.protocol import CONTROL_METHOD, EXACT_STRATEGIES
+from sglang_ext.wire.protocol import CONTROL_METHOD, EXACT_STRATEGIES, FULL_KEY
 
 _MEETING = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 _FLUSH_S = 5.0  # for the write queue at the end; a service manager kills what takes too long
@@ -55,6 +56,7 @@ class LocalEngine(ControlledCache):
         self._started = False
         self._on_stop = on_stop
         self._info: EngineInfo | None = None
+        self.sent_prefixes: SentPrefixes = SentPrefixes()
         self._pumps: set[asyncio.Task[Any]] = set()
         self._crash: CrashHandler | None = None
         self._documents = Documents(
@@ -211,7 +213,9 @@ class LocalEngine(ControlledCache):
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         manager = self._running_manager()
-        rid = fields["rid"]
+        rid, key = fields["rid"], str(fields.get("extra_key", FULL_KEY))
+        if not key.startswith(FULL_KEY):
+            self.sent_prefixes.note(key, fields["input_ids"])
         outputs: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
         abandoned = False
 

@@ -17,12 +17,14 @@ from ragserve.answering.chosen_passages import ChosenPassages
 from ragserve.answering.prompt import Prompt, Segment
 from ragserve.best_passages import PassagesOptions
 from ragserve.engine.base import EngineInfo, GenerateRequest
-from ragserve.engine.document_cache import Whereabouts
+from ragserve.engine.document_cache import ControlledCache, Whereabouts
+from ragserve.engine.sent_prefixes import SentPrefixes
 from ragserve.errors import EngineError, InvalidRequest, RagserveError
 from ragserve.profiles.costs import COSTS, Costs, CostSample, fit
 from ragserve.profiles.figures import Figures
 from ragserve.profiles.gate import Entry, Gate, record
 from ragserve.profiles.hardware import cpu_name
+from sglang_ext.wire.protocol import prefix_key
 
 LENGTHS = (512, 1024, 2048, 4096)
 
@@ -318,6 +320,34 @@ def test_auto_chooses_passages_while_the_engine_is_asked(tmp_path: Path) -> None
     gate = Gate([tmp_path / "gate.json"], "abc", model="tiny", dtype="float32")
     made = asyncio.run(Chooser(engine, gate, tmp_path / "costs.json").choose(PROMPT, "n", choose=choose))
     assert (made.spec.label, seen) == (label, ["asked", "chosen", "answered"])
+
+
+class Local(Cache, ControlledCache):
+    """An engine that knows every prompt it was sent."""
+
+    def __init__(self, cached: int) -> None:
+        super().__init__(cached, *DEVICE)
+        self.sent_prefixes: SentPrefixes = SentPrefixes()
+        self.asked = 0
+
+    async def prefix(self, namespace: str, input_ids: Sequence[int]) -> int:
+        self.asked += 1
+        return self._prefix
+
+
+def test_an_engine_is_asked_only_where_what_was_sent_may_change_the_choice(tmp_path: Path) -> None:
+    COSTS.save(tmp_path / "costs.json", "abc", costs())
+    engine = Local(0)
+    label, reason = choice(tmp_path, engine)
+    assert (label, engine.asked) == ("epic:first=16", 0)
+    assert "at most 1023 of 2048 tokens in the prefix cache" in reason
+    engine.sent_prefixes.note(prefix_key("n"), [*PROMPT.input_ids[:-1], 1])
+    assert (choice(tmp_path, engine)[0], engine.asked) == ("epic:first=16", 1), "evicted meanwhile"
+    engine = Local(2047)
+    engine.sent_prefixes.note(prefix_key("n"), PROMPT.input_ids)
+    label, reason = choice(tmp_path, engine)
+    assert (label, engine.asked) == ("prefix", 1)
+    assert "(2047 of 2048 tokens in the prefix cache" in reason
 
 
 def test_auto_sees_a_profile_that_comes_later(tmp_path: Path) -> None:
