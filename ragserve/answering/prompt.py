@@ -24,6 +24,7 @@ from sglang_ext.wire.protocol import Span
 
 __all__ = ["Message", "Prompt", "PromptBuilder", "PromptDocument", "Segment"]
 
+_Asked = tuple[str, tuple[Message, ...], tuple[Message, ...]]  # question, history, turns
 _CACHED_DOCUMENTS = 4096
 _CACHED_TOKENS = 2**21  # of all of them together, about 80 MB
 _READ_CHARS = 32  # for each token of room: of texts with more characters the rest is not tokenised
@@ -91,6 +92,7 @@ class PromptBuilder:
         self._documents: OrderedDict[tuple[str, str], list[int]] = OrderedDict()
         self._cached_tokens = 0
         self._heads: dict[bool, list[int]] = {}
+        self._last_tail: tuple[tuple[_Asked, bool] | None, list[int]] = None, []
         self._lock = threading.Lock()
 
     @classmethod
@@ -159,9 +161,7 @@ class PromptBuilder:
                 head, tail = map(self._layout.encode, pieces)
             else:
                 head = self._head(text, has_documents=with_documents)
-                tail = self._layout.encode(
-                    self._layout.question(question, history, turns, has_documents=with_documents)
-                )
+                tail = self._tail((question, (*history,), (*turns,)), has_documents=with_documents)
         except _template_errors() as error:
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {error}",
@@ -312,6 +312,15 @@ class PromptBuilder:
         if system == self._system:  # a request's own is not worth keeping
             self._heads[has_documents] = head
         return head
+
+    def _tail(self, asked: _Asked, *, has_documents: bool) -> list[int]:
+        """The question's segment. The last one is kept: `auto` lays out a prompt of all passages, and one of
+        those that it chooses."""
+        key, (kept, tail) = (asked, has_documents), self._last_tail
+        if key != kept:
+            tail = self._layout.encode(self._layout.question(*asked, has_documents=has_documents))
+            self._last_tail = key, tail
+        return tail
 
     def _document(self, document: PromptDocument) -> list[int]:
         key = (document.title, document.text)
