@@ -399,13 +399,18 @@ def _client(
     """A client of the server at ``url``, or of one that is started for the block with the settings that were
     given: on the data folder with ``keeps_data``, else on an empty one."""
     from ragserve.client import Client
+    from ragserve.eval.served import OwnClient
 
-    with contextlib.ExitStack() as stack:
-        if url is None:
-            url = stack.enter_context(
-                _server(settings, api_key, settings.data_dir if keeps_data else None)
-            ).url
-        yield stack.enter_context(Client(url, api_key=api_key, no_store=True))
+    if url is not None:
+        with Client(url, api_key=api_key, no_store=True) as client:
+            yield client
+        return
+    data_dir = settings.data_dir if keeps_data else None
+    with (
+        _server(settings, api_key, data_dir) as server,
+        OwnClient(server, api_key=api_key, no_store=True) as client,
+    ):
+        yield client
 
 
 def _server(

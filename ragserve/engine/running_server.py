@@ -46,6 +46,13 @@ class RunningServer:
             base_url=self.url, headers=headers, timeout=options.pop("timeout", 300), **options
         )
 
+    def check(self) -> None:
+        """Raise Unavailable, with the end of the log, if its process has ended: it will not answer again."""
+        code = self.process.poll()
+        if code is not None:
+            message = f"The server exited with {code}:\n{_tail(self.log)}"
+            raise Unavailable(message) from ChildProcessError(code)
+
     def resident_bytes(self) -> int:
         """Resident memory of all its processes. What they share counts once: forks share what they import."""
         import psutil
@@ -133,8 +140,7 @@ def _wait_ready(server: RunningServer) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     with server.client(timeout=5) as client:
         while time.monotonic() < deadline:
-            if server.process.poll() is not None:
-                raise Unavailable(f"The server exited with {server.process.returncode}:\n{_tail(server.log)}")
+            server.check()
             with contextlib.suppress(httpx.HTTPError):
                 status = client.get("/ready").status_code
                 if status == httpx.codes.OK:

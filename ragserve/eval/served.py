@@ -14,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ragserve.answering.results import Answer, Passage, SearchResults
 from ragserve.client import Client, MessageEvent
+from ragserve.client.calls import Call
+from ragserve.engine.running_server import RunningServer
 from ragserve.errors import InvalidRequest, NotFound, RagserveError, Unavailable
 from ragserve.eval.judging import gold_of, judged, missed, supports
 from ragserve.eval.own_questions import OwnQuestion
@@ -25,6 +27,21 @@ from ragserve.eval.run import Options
 from ragserve.ingest.sources import scan
 from ragserve.verification import rows
 from ragserve.verification.rows import Row
+
+T = TypeVar("T")
+
+
+class OwnClient(Client):
+    """Of a server that this process started. Waits for no server that has ended."""
+
+    def __init__(self, server: RunningServer, **options: Any) -> None:
+        super().__init__(server.url, **options)
+        self._server = server
+
+    def send(self, call: Call[T]) -> T:
+        """As that of `Client`. Raises Unavailable at once if the server's process has ended."""
+        self._server.check()
+        return super().send(call)
 
 
 @dataclass(frozen=True, slots=True)

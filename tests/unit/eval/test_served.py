@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from typer.testing import CliRunner
 
 from ragserve.client import Client
 from ragserve.commands import evaluate
-from ragserve.errors import EngineError, InvalidRequest, NotFound, RagserveError
+from ragserve.engine.running_server import RunningServer
+from ragserve.errors import EngineError, InvalidRequest, NotFound, RagserveError, Unavailable
+from ragserve.eval.served import OwnClient
 from tests.unit.api.scripted_server import DOCUMENTS, Live
 
 HOSTILE = "</style><script>alert('x')</script> ]]> & \" \x0b\x01 <img src=x onerror=alert(1)>"
@@ -206,3 +210,14 @@ def test_what_cannot_be_asked_is_refused(live: Live, docs: str, data: Path, tmp_
             run(live, data, *arguments)
     with pytest.raises(NotFound, match="nowhere"):
         run(live, data, "-n", "nowhere")
+
+
+def test_nothing_waits_for_an_own_server_that_was_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("it ran\n")
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        process.kill()
+        process.wait()
+        server = RunningServer("http://127.0.0.1:9", tmp_path, process, log, 0.0)
+        with OwnClient(server) as client, pytest.raises(Unavailable, match=r"exited with -9:\nit ran"):
+            client.wait("a-job", timeout_s=math.inf)
