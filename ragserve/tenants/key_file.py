@@ -116,11 +116,15 @@ class KeyFile:
         try:
             return KeyTable.model_validate_json(self.path.read_bytes())
         except (OSError, ValidationError) as error:
-            if isinstance(error, FileNotFoundError) and not self.path.is_symlink():
-                return KeyTable()
+            hint = "Restore the file from a backup."
+            if isinstance(error, FileNotFoundError):
+                if not self.path.is_symlink():
+                    return KeyTable()
+                place = self.path.resolve()
+                hint = f"It links to {place}, which is not there: mount its volume or restore it."
             raise Unavailable(
                 f"The API keys in {self.path} cannot be read: {str(error).splitlines()[0]}.",
-                hint="Restore the file from a backup.",
+                hint=hint,
                 code="keys_unreadable",
             ) from error
 

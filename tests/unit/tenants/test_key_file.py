@@ -187,6 +187,10 @@ def test_a_link_that_leads_to_no_file_does_not_open_a_server(tmp_path: Path, tar
         with pytest.raises((Unavailable, OSError)):
             change(KeyFile(link.parent))
     assert link.is_symlink()
+    if target == "nowhere/keys.json":
+        with pytest.raises(Unavailable) as refused:
+            KeyFile(link.parent).read()
+        assert str(link.parent / target) in str(refused.value.hint)
     server = Keyring(link.parent, None)
     assert not server.is_open
     _, secret = KeyFile(tmp_path / "volume").create("acme", ["a"], ["read"])
