@@ -41,6 +41,7 @@ EXACT = "prefix"  # in place of a strategy: exact prefill
 _MEASURED_WITH = ("dtype", "samkv", "prefix", "sparse")
 _NAMESPACE = "namespace "  # begins the name of a namespace's own questions among the sets
 _BY = " by "  # before what brought their passages; records of earlier versions end before it
+_MOST_KEPT = 256  # namespaces whose entries are kept, with a retriever each
 
 
 def set_of(namespace: str, retriever: str = "") -> str:
@@ -136,6 +137,7 @@ class Gate:
         self._sparse = sparse
         self._stamps: tuple[int, ...] = ()
         self._records: list[dict[str, Entry]] = []  # by place
+        self._entries: dict[tuple[str | None, str], Mapping[str, Entry]] = {}  # by namespace and retriever
 
     @classmethod
     def of(
@@ -167,10 +169,18 @@ class Gate:
         """The records of this model that count in a namespace (None: in one without its own), by strategy. A
         file that cannot be read is logged and ignored."""
         self._read_again()
+        retriever, kept = self._retriever_in(namespace), self._entries
+        found = kept.get((namespace, retriever))
+        if found is None:
+            if len(kept) >= _MOST_KEPT:
+                kept.clear()
+            found = kept[namespace, retriever] = self._entries_of(namespace, retriever)
+        return found
+
+    def _entries_of(self, namespace: str | None, retriever: str) -> Mapping[str, Entry]:
         every = [item for record in reversed(self._records) for item in record.items()]
         found = {label: entry.general for label, entry in every if entry.general.sets}
         if namespace is not None:
-            retriever = self._retriever_in(namespace)
             for label, entry in every:
                 own = entry.own(namespace, retriever)
                 if own.sets and (label not in found or own.is_by(retriever)):
@@ -182,6 +192,7 @@ class Gate:
         if stamps != self._stamps:
             records = [self._read(place) for place in self._places]
             self._records = [each or {} for each in records]  # first: other threads look at the stamps, too
+            self._entries = {}
             self._stamps = () if None in records else stamps
 
     def _retriever_in(self, namespace: str | None) -> str:
