@@ -418,6 +418,8 @@ class Answerer:
                 param="max_new_tokens",
             )
 
+        cut = query.documents is not None and query.overflow == "cut"  # which tokenises a beginning anew
+
         def build() -> Prompt:
             if later is not None:
                 return later.prompt(self._prompts, query, found, limit - new_tokens)
@@ -427,7 +429,7 @@ class Answerer:
                 max_prompt_tokens=limit - new_tokens,
                 history=query.history,
                 system=query.system,
-                cut=query.documents is not None and query.overflow == "cut",
+                cut=cut,
                 turns=query.turns,
                 tools=() if query.tools is None else query.tools.tools,
                 default=form.system,
@@ -435,6 +437,6 @@ class Answerer:
 
         chars = len(query.question) + self._prompts.unread_chars((each.title, each.text) for each in found)
         chars += sum(each.chars for each in (*query.history, *query.turns))
-        is_short = query.tools is None and chars < _INLINE_PROMPT_CHARS
+        is_short = query.tools is None and not cut and chars < _INLINE_PROMPT_CHARS
         is_short = is_short and not (later is not None and later.may_shorten)
         return build() if is_short else await asyncio.to_thread(build)

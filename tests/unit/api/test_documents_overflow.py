@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from typing import Any
 
 import httpx
 import pytest
 
+from ragserve.answering.prompt import PromptBuilder
 from tests.unit.api.scripted_server import Live
 from tests.unit.api.test_query import ask
 
@@ -59,6 +62,23 @@ def test_a_document_is_cut_where_the_client_says_so(client: httpx.Client, live: 
     (citation,) = answer["citations"]
     assert 0 < citation["end"] == len(citation["text"]) < len(text)
     assert any(f"first {citation['end']:,} characters" in note for note in context["notes"])
+
+
+def test_a_beginning_is_tokenised_beside_the_event_loop_each_time(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the whole document's tokens are kept from the request before."""
+    in_loop, beginning = [], PromptBuilder._beginning
+
+    def watched(self: PromptBuilder, *given: Any) -> tuple[int, list[int]]:
+        in_loop.append(asyncio._get_running_loop() is not None)
+        return beginning(self, *given)
+
+    monkeypatch.setattr(PromptBuilder, "_beginning", watched)
+    documents = [{"text": "lighthouse " * 9500}]
+    for _ in range(2):
+        ask(client, documents=documents, documents_overflow="cut", max_new_tokens=4)
+    assert in_loop == [False, False]
 
 
 def test_retrieved_passages_of_which_none_fits_are_refused(client: httpx.Client, live: Live) -> None:
