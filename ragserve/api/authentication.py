@@ -106,7 +106,7 @@ class Authentication:
             await self._app(scope, receive, send_recorded)
         except (asyncio.CancelledError, ClientDisconnect):
             if access.audited and not recorded:
-                record(_LEFT)
+                await asyncio.shield(asyncio.to_thread(record, _LEFT))
             raise
         except Exception as error:
             if access.audited and not recorded:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
+from ragserve.api.authentication import Authentication
 from ragserve.config import load
 from ragserve.rotating_log import FILES
 from ragserve.tenants.audit_log import AuditLog, record_command
+from ragserve.tenants.keyring import Keyring
 from tests.unit.no_room import no_room
 
 
@@ -93,3 +100,33 @@ def test_a_record_without_room_names_the_log(tmp_path: Path, caplog: pytest.LogC
     assert str(tmp_path / "audit" / "audit.jsonl") in caplog.text
     AuditLog(tmp_path, 2**20).write(what="delete", document="d2")
     assert [one["document"] for one in records(tmp_path)] == ["d2"]
+
+
+@pytest.mark.parametrize("ends", [asyncio.CancelledError(), ClientDisconnect(), OSError("boom"), None])
+def test_no_end_of_a_request_is_flushed_in_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: BaseException | None
+) -> None:
+    threads, write = [], AuditLog.write
+
+    def watched(self: AuditLog, **event: Any) -> None:
+        threads.append(threading.current_thread())
+        write(self, **event)
+
+    monkeypatch.setattr(AuditLog, "write", watched)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["access"].allow("delete")
+        if ends is not None:
+            raise ends
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+
+    async def receive() -> Any: ...
+
+    async def send(message: Any) -> None: ...
+
+    front = Authentication(app, Keyring(tmp_path, None), AuditLog(tmp_path, 2**20))
+    scope = {"type": "http", "path": "/rag/documents", "method": "DELETE", "headers": []}
+    with suppress(*([] if ends is None else [type(ends)])):
+        asyncio.run(front(scope, receive, send))
+    assert [one["what"] for one in records(tmp_path)] == ["DELETE /rag/documents"]
+    assert threads != [threading.main_thread()]
