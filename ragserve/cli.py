@@ -62,14 +62,20 @@ def _register(command: str = "") -> None:
 
 
 def main() -> None:
-    """Run the command line. A `RagserveError`, or a file that cannot be written or read, prints a message
-    that says what to do, no traceback, and exits with 1."""
+    """Run the command line. A `RagserveError`, a file that cannot be written or read, and an argument that is
+    not UTF-8 print a message that says what to do, no traceback, and exit with 1."""
     _register(*sys.argv[1:2])
     try:
         with ended_by_signals():
             app()
     except RagserveError as error:
         _fail(str(error))
+    except UnicodeEncodeError as error:
+        piece = error.object[error.start : error.end]
+        given = next((each for each in sys.argv if piece in each), None)
+        if given is None:
+            raise
+        _fail(f"The argument {given!a} is not UTF-8: no name is stored in another encoding.")
     except OSError as error:
         if (said := explained(error)) is None:
             raise

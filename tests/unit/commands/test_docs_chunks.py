@@ -126,3 +126,19 @@ def test_a_preview_stores_nothing(tmp_path: Path, quick: Cli) -> None:
         wrong = quick("ingest", "--preview", *args)
         assert wrong.returncode != 0
         assert words in " ".join(wrong.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("docs", "ls", "-n", "\udcff"),
+        ("docs", "chunks", "\udcff"),
+        ("docs", "rm", "\udcff"),
+        ("docs", "settings", "\udcff"),
+        ("docs", "unanswered", "-n", "\udcff"),
+    ],
+)
+def test_a_name_that_is_not_utf_8_is_refused(notes: Path, quick: Cli, words: tuple[str, ...]) -> None:
+    done = quick(*words)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: The argument '\\udcff' is not UTF-8")
