@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.types import Message
 
 from ragserve.api.body import drain, parse_json
-from ragserve.errors import InvalidRequest, TooLarge
+from ragserve.errors import InvalidRequest, StorageFull, TooLarge
 
 _FILE_FIELDS = {"files", "file"}
 _TEXT_FIELDS = {"namespace", "metadata", "labels", "warm", "prechunked", "chunk_tokens", "limit"}
@@ -26,7 +27,8 @@ async def upload_form(
 ) -> AsyncIterator[tuple[list[UploadFile], dict[str, Any]]]:
     """Parse a request's form into its files, open during the block, and its text fields, JSON ones parsed.
 
-    Raises TooLarge for a file over its limit, InvalidRequest if malformed."""
+    Raises TooLarge for a file over its limit, InvalidRequest if malformed, StorageFull if there is no
+    room for it."""
     complete = False
 
     async def receive() -> Message:
@@ -46,14 +48,20 @@ async def upload_form(
             )
             parser.max_file_bytes = max_file_bytes
             form = await parser.parse()
-    except TooLarge:
-        if not complete:
+    except (TooLarge, MultiPartException, OSError) as error:
+        if not complete:  # else the client may see a reset connection in place of the error
             await drain(receive)
+        if isinstance(error, MultiPartException):
+            raise InvalidRequest(
+                f"The form is malformed: {error.message}",
+                hint=f"At most {max_files} files in fields 'files'.",
+            ) from None
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(
+                "The server has no room for uploads.",
+                hint="Free space on the disk of its temporary files (TMPDIR), then retry.",
+            ) from error
         raise
-    except MultiPartException as error:
-        raise InvalidRequest(
-            f"The form is malformed: {error.message}", hint=f"At most {max_files} files in fields 'files'."
-        ) from None
     try:
         yield await _sorted(form)
     finally:

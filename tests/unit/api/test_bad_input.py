@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -178,6 +180,20 @@ def test_another_content_type(client: httpx.Client, kind: str | None) -> None:
     )
     assert response.status_code == 415
     assert "application/json" in error_of(response)["hint"]
+
+
+def test_an_upload_without_room_names_the_disk_of_temporary_files(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile.SpooledTemporaryFile, "rollover", full)
+        response = client.post("/rag/ingest", files={"files": ("a.txt", b"x" * 2**23)})
+    assert (response.status_code, error_of(response)["code"]) == (507, "storage_full")
+    assert "TMPDIR" in error_of(response)["hint"]
+    assert client.get("/ready").status_code == 200
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["content-length", "chunked"])
