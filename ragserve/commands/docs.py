@@ -378,12 +378,12 @@ def _warm_by_server(
         submitted = client.warm(namespace, doc)
         try:
             job = client.wait(submitted, timeout_s=math.inf, on_progress=say)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as signalled:  # SystemExit: of `ended_by_signals`
             state = client.cancel_job(submitted.job_id).state
             ended = f"{submitted.job_id} had ended: {state}"
             said = ended if state in ("done", "failed") else f"cancelled {submitted.job_id}"
             typer.echo(said, err=True)
-            raise typer.Exit(130) from None
+            raise typer.Exit(int(getattr(signalled, "code", None) or 130)) from None
         except Unavailable:
             if not seen or seen[0].state != "cancelled":
                 raise

@@ -129,15 +129,16 @@ def test_a_warm_up_on_a_server_that_was_cancelled_ends_as_one_here(
 
 
 class InterruptedClient(EndedClient):
-    """A client of a server whose warm-up goes on when somebody presses Ctrl-C."""
+    """A client of a server whose warm-up goes on when somebody presses Ctrl-C, or ends the command."""
 
-    def __init__(self, state: str) -> None:
+    def __init__(self, state: str, signalled: BaseException) -> None:
         super().__init__("http://host")
         self.state = state
+        self.signalled = signalled
         self.cancelled: list[str] = []
 
     def wait(self, *_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
+        raise self.signalled
 
     def cancel_job(self, job_id: str) -> Any:
         self.cancelled.append(job_id)
@@ -145,11 +146,18 @@ class InterruptedClient(EndedClient):
 
 
 @pytest.mark.parametrize(("state", "said"), [("running", "cancelled j1"), ("done", "j1 had ended: done")])
-def test_ctrl_c_cancels_the_warm_up_on_a_server(
-    live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, said: str
+@pytest.mark.parametrize(("signalled", "status"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_a_signal_cancels_the_warm_up_on_a_server(
+    live: Live,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    state: str,
+    said: str,
+    signalled: BaseException,
+    status: int,
 ) -> None:
-    client = InterruptedClient(state)
+    client = InterruptedClient(state, signalled)
     monkeypatch.setattr(docs, "_client", lambda *_: client)
-    done = run(live, tmp_path, "warm", "plants", status=130)
+    done = run(live, tmp_path, "warm", "plants", status=status)
     assert client.cancelled == ["j1"]
     assert done.stderr.endswith(f"{said}\n")
