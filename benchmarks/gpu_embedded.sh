@@ -7,8 +7,8 @@
 # and `unpack`); SETS_DIR with squad10, qed10, 2wikimqa, musique and the synthetic sets; an embedder's folder (RAGSERVE_EMBEDDER); peft and accelerate.
 # What is to come back: OUT/rows.jsonl.gz, OUT/rows.json, OUT/adapter, OUT/train.json, OUT/answers-*. SECONDS of train counts loading; add 60 to it.
 # RAGSERVE_ATTENTION names the engine's attention backend (triton or flashinfer where FA3's library is not there).
-# `write` goes on from written_questions/pairs, with its eight processes and batches of 192; `train` takes its rows where OUT has none, so the first
-# run may begin with `train`. Memory: write 9 GB a process; train 30 GB at packs of 16k tokens (10 where less than 48 GB are free); answer 12 GB an engine.
+# `write` goes on from written_questions/pairs, with its eight processes and batches of 128; `train` takes its rows where OUT has none, so the first
+# run may begin with `train`. Memory: write 9 to 22 GB a process; train 30 GB at packs of 16k tokens (10 where less than 48 GB are free); answer 12 GB an engine.
 # Run `train` alone. Under MPS with a limit of threads, and with expandable_segments, it gave NaN from the first loss on; without these no value was
 # not finite.
 set -euo pipefail
@@ -25,7 +25,8 @@ case $step in
     [ -f "$out/pairs-0.json" ] || cp benchmarks/written_questions/pairs/pairs-* "$out"
     # Several processes share the GPU, because each waits for the launches of small kernels most of the time. Another number of them, or another
     # batch, needs an OUT without pairs.
-    python3 -m $written.write "$passages" "$out" "$writer" --workers "${PROCESSES:-8}" --batch "${BATCH:-192}" --seconds "${WRITE_S:-150}"
+    python3 -m $written.write "$passages" "$out" "$writer" --workers "${PROCESSES:-8}" --questions "${QUESTIONS:-7}" --batch "${BATCH:-128}" \
+      --seconds "${WRITE_S:-150}"
     python3 -m $written.join "$passages" "$out" "$writer" --workers "${PROCESSES:-8}" --seconds "${JOIN_S:-60}"
     python3 -m $written.rows make "$passages" "$out" "$out/rows.jsonl.gz"
     ;;
